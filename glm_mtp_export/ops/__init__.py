@@ -1,0 +1,55 @@
+"""The custom ops of the step graph: one record each, in OP_TABLE, and the torch operators they define."""
+
+from glm_mtp_export.ops.experts import experts, experts_fp8, experts_nvfp4
+from glm_mtp_export.ops.head import head_argmax, head_logits
+from glm_mtp_export.ops.indexer import GlmCacheIndex, GlmCacheWrite, GlmIndexerHead, indexer
+from glm_mtp_export.ops.linear import linear, linear_fp8, silu_mul
+from glm_mtp_export.ops.mla_attention import mla_attention
+from glm_mtp_export.ops.norm import add_rms_norm, rms_norm
+from glm_mtp_export.ops.record import DOMAIN, OP_TABLE, OP_VERSION, PLUGIN_ATTRIBUTES, Attribute, OpRecord, Port
+from glm_mtp_export.ops.rope import GlmRotate
+from glm_mtp_export.ops.router import router
+from glm_mtp_export.ops.rows import shift_rows, step_rows
+from glm_mtp_export.ops.head import GlmMaskedLogits
+from glm_mtp_export.ops.sampling import GlmDraw, GlmMix32, GlmNear, accept, mask_logits, token_logprobs
+
+__all__ = [
+    "DOMAIN",
+    "HELPER_FUNCTIONS",
+    "OP_TABLE",
+    "OP_VERSION",
+    "PLUGIN_ATTRIBUTES",
+    "Attribute",
+    "OpRecord",
+    "Port",
+    "accept",
+    "add_rms_norm",
+    "experts",
+    "experts_fp8",
+    "experts_nvfp4",
+    "head_argmax",
+    "head_logits",
+    "indexer",
+    "linear",
+    "linear_fp8",
+    "mask_logits",
+    "mla_attention",
+    "rms_norm",
+    "router",
+    "shift_rows",
+    "silu_mul",
+    "step_rows",
+    "token_logprobs",
+]
+
+# ONNX functions that bodies call; they are no ops of their own and never plugins.
+HELPER_FUNCTIONS = (
+    GlmRotate,
+    GlmIndexerHead,
+    GlmCacheIndex,
+    GlmCacheWrite,
+    GlmMaskedLogits,
+    GlmMix32,
+    GlmDraw,
+    GlmNear,
+)

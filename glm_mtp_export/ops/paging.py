@@ -1,0 +1,101 @@
+"""Torch access to paged pools [L, N, 64, D]: write rows, read rows at logical positions, and the packed FP8 forms.
+
+A packed MLA row is kv_lora e4m3 values, one float32 scale per 128 of them, then the rotated key in bf16. A packed index page is
+64 keys in e4m3, then 64 float32 scales. Both are int8 tensors, since that is a type every engine passes through untouched.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from glm_mtp_export.ops.precision import E4M3_MAX
+
+__all__ = ["all_index_keys", "index_keys_written", "latent_rows", "latent_rows_written"]
+
+PAGE = 64
+
+
+def _slots(positions: Tensor, requests: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
+    """Page and offset of logical `positions` [T] or [T, S] of the rows' requests [T]."""
+    pages = block_table.long()[requests]
+    flat = positions.long().reshape(positions.shape[0], -1)
+    page = pages.gather(1, (flat // PAGE).clamp_max(pages.shape[1] - 1)).reshape(positions.shape)
+    return page, positions.long() % PAGE
+
+
+def _power_of_two(scale: Tensor) -> Tensor:
+    """The smallest power of two not below `scale`."""
+    return torch.exp2(torch.ceil(torch.log2(scale)))
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int8)
+
+
+def _packed_latent(rows: Tensor, kv_lora: int) -> Tensor:
+    wide = rows.to(torch.float32)
+    groups = torch.nn.functional.pad(wide[:, :kv_lora], (0, -kv_lora % 128)).unflatten(1, (-1, 128))
+    scale = groups.abs().amax(-1).clamp_min(1e-10) / E4M3_MAX
+    values = (groups / scale[..., None]).to(torch.float8_e4m3fn).flatten(1)[:, :kv_lora]
+    return torch.cat((_bytes(values), _bytes(scale), _bytes(wide[:, kv_lora:].bfloat16())), 1)
+
+
+def _unpacked_latent(rows: Tensor, kv_lora: int) -> Tensor:
+    num_scales = -(-kv_lora // 128)
+    values, scale, rotated = rows.split((kv_lora, 4 * num_scales, rows.shape[-1] - kv_lora - 4 * num_scales), -1)
+    wide = values.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
+    scales = scale.contiguous().view(torch.float32).repeat_interleave(128, -1)[..., :kv_lora]
+    return torch.cat((wide * scales, rotated.contiguous().view(torch.bfloat16).to(torch.float32)), -1)
+
+
+def latent_rows_written(
+    cache: Tensor, layer: int, rows: Tensor, kv_lora: int, positions: Tensor, row_requests: Tensor, block_table: Tensor
+) -> Tensor:
+    """A copy of `cache` with MLA `rows` [T, kv_lora + rope] at their positions; rows of request -1 are skipped."""
+    updated, real = cache.clone(), row_requests >= 0
+    page, offset = _slots(positions[real], row_requests.long()[real], block_table)
+    stored = _packed_latent(rows[real], kv_lora) if cache.dtype == torch.int8 else rows[real].to(cache.dtype)
+    updated[layer, page, offset] = stored
+    return updated
+
+
+def latent_rows(
+    cache: Tensor, layer: int, kv_lora: int, positions: Tensor, row_requests: Tensor, block_table: Tensor
+) -> Tensor:
+    """MLA rows at `positions` [T, S] (clamped at 0) of each row's request: [T, S, kv_lora + rope]."""
+    page, offset = _slots(positions.clamp_min(0), row_requests.long().clamp_min(0), block_table)
+    rows = cache[layer, page, offset]
+    return _unpacked_latent(rows, kv_lora) if cache.dtype == torch.int8 else rows
+
+
+def index_keys_written(
+    cache: Tensor, layer: int, keys: Tensor, positions: Tensor, row_requests: Tensor, block_table: Tensor
+) -> Tensor:
+    """A copy of `cache` with index `keys` [T, Di] at their positions; rows of request -1 are skipped."""
+    updated, real = cache.clone(), row_requests >= 0
+    page, offset = _slots(positions[real], row_requests.long()[real], block_table)
+    if cache.dtype != torch.int8:
+        updated[layer, page, offset] = keys[real].to(cache.dtype)
+        return updated
+    wide, width = keys[real].to(torch.float32), keys.shape[1]
+    scale = _power_of_two(wide.abs().amax(1).clamp_min(1e-4) / E4M3_MAX)
+    flat = updated[layer].view(cache.shape[1], -1)
+    lane = torch.arange(width, device=keys.device)
+    flat[page[:, None], offset[:, None] * width + lane] = _bytes((wide / scale[:, None]).to(torch.float8_e4m3fn))
+    byte = torch.arange(4, device=keys.device)
+    flat[page[:, None], PAGE * width + offset[:, None] * 4 + byte] = _bytes(scale[:, None])
+    return updated
+
+
+def all_index_keys(cache: Tensor, layer: int, width: int, row_requests: Tensor, block_table: Tensor) -> Tensor:
+    """Every key of each row's request in logical order, valid or not: [T, P * 64, Di]."""
+    pages = cache[layer, block_table.long()[row_requests.long().clamp_min(0)]]
+    if cache.dtype != torch.int8:
+        return pages.flatten(1, 2)
+    flat = pages.flatten(2)
+    keys = (
+        flat[..., : PAGE * width].contiguous().view(torch.float8_e4m3fn).to(torch.float32).unflatten(2, (PAGE, width))
+    )
+    scale = flat[..., PAGE * width :].contiguous().view(torch.float32)
+    return (keys * scale[..., None]).flatten(1, 2)
