@@ -232,7 +232,9 @@ def _accept_body(
     eligible = op.Unsqueeze(op.And(op.And(in_thinking_phase, warm), compiled), one)
     relaxed = op.And(eligible, before_end)
     differs = op.Not(op.Equal(drafts, sample))
-    rejected = op.Where(relaxed, op.Not(op.Reshape(near, by_request)), differs)
+    far = op.Not(op.Reshape(near, by_request))
+    # ONNX Runtime has no Where on booleans.
+    rejected = op.Or(op.And(relaxed, far), op.And(op.Not(relaxed), differs))
     recovered = op.Where(relaxed, op.Reshape(likeliest, by_request), sample)
     stops = op.Or(rejected, op.Not(is_draft))
     accepted = op.ArgMax(op.Cast(stops, to=6), axis=1, keepdims=1)
