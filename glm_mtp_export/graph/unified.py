@@ -1,0 +1,113 @@
+"""The unified step: verify the drafts, accept, propose new ones; one graph, no host decision inside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from glm_mtp_export import ops
+from glm_mtp_export.artifact import CACHE_NAMES
+from glm_mtp_export.config import ModelConfig, SpeculationConfig
+from glm_mtp_export.errors import ConfigError
+from glm_mtp_export.graph.attention import Caches, Rows
+from glm_mtp_export.graph.draft import draft_tokens
+from glm_mtp_export.graph.target import target_hidden
+from glm_mtp_export.graph.weights import Weights
+
+__all__ = ["UnifiedStep"]
+
+
+class UnifiedStep(torch.nn.Module):
+    """One call of the step graph; inputs and outputs are those of `artifact.step_inputs` and `artifact.step_outputs`.
+
+    valid_vocab: length of the tokenizer; logits beyond it are -inf in target and draft. thinking_end_ids: tokens that end the
+    thinking phase, for relaxed acceptance.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        speculation: SpeculationConfig,
+        valid_vocab: int,
+        thinking_end_ids: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__()
+        if speculation.num_speculative_tokens and config.num_nextn_predict_layers != 1:
+            raise ConfigError(
+                f"num_nextn_predict_layers is {config.num_nextn_predict_layers}; drafting needs a model with exactly one "
+                "MTP layer. Export with --num-speculative-tokens 0 to use the model without drafts."
+            )
+        self.config, self.speculation = config, speculation
+        self.valid_vocab, self.thinking_end_ids = valid_vocab, list(thinking_end_ids) or [-1]
+
+    def forward(self, inputs: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run the step; caches come back as `<name>_out` and are new versions, not copies of a guess."""
+        config, speculation, scope = self.config, self.speculation, Weights(weights)
+        caches = Caches({name: inputs[name] for name in CACHE_NAMES if name in inputs})
+        row_token_ids, positions, row_requests, logit_rows = ops.step_rows(
+            inputs["token_ids"],
+            inputs["row_offsets"],
+            inputs["num_drafts"],
+            inputs["draft_tokens"],
+            inputs["cache_lengths"],
+            speculation.num_slots,
+        )
+        rows = Rows(positions, row_requests, inputs["block_table"])
+        hidden = target_hidden(config, scope, row_token_ids, rows, caches)
+        logits = ops.head_logits(hidden, logit_rows, scope["target.lm_head"], self.valid_vocab)
+        outputs, committed = self._accepted(inputs, logits)
+        if speculation.num_speculative_tokens:
+            shifted, last_rows, next_positions, request_ids = ops.shift_rows(
+                row_token_ids,
+                inputs["row_offsets"],
+                inputs["num_drafts"],
+                outputs["num_accepted"],
+                committed,
+                inputs["next_prompt_token"],
+                inputs["cache_lengths"],
+            )
+            outputs["next_draft_tokens"] = draft_tokens(
+                config,
+                scope,
+                shifted,
+                hidden,
+                last_rows,
+                next_positions,
+                request_ids,
+                rows,
+                caches,
+                speculation.num_speculative_tokens,
+                self.valid_vocab,
+            )
+        if speculation.num_logprobs >= 0:
+            chosen, top_ids, top_logprobs = ops.token_logprobs(logits, committed, speculation.num_logprobs)
+            outputs["committed_logprobs"] = chosen
+            if speculation.num_logprobs:
+                outputs |= {"top_ids": top_ids, "top_logprobs": top_logprobs}
+        return outputs | {f"{name}_out": caches[name] for name in CACHE_NAMES if name in inputs}
+
+    def _accepted(self, inputs: Mapping[str, Tensor], logits: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Acceptance on float32 logits [B * slots, V]: the two outputs, and the committed tokens [B, slots]."""
+        speculation = self.speculation
+        if speculation.enable_structured_output:
+            logits = ops.mask_logits(logits, inputs["token_bitmask"])
+        relaxed = speculation.use_relaxed_acceptance_for_thinking
+        num_accepted, next_tokens, committed = ops.accept(
+            logits,
+            inputs["draft_tokens"],
+            inputs["num_drafts"],
+            inputs["temperature"],
+            inputs["top_k"],
+            inputs["top_p"],
+            inputs["min_p"],
+            inputs["seed"],
+            inputs["sample_offset"],
+            inputs["in_thinking_phase"],
+            inputs["relaxed_delta"] if relaxed else torch.zeros(1, device=logits.device),
+            speculation.num_slots,
+            speculation.relaxed_topk if relaxed else 0,
+            self.thinking_end_ids,
+        )
+        return {"num_accepted": num_accepted, "next_tokens": next_tokens}, committed
