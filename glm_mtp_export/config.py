@@ -1,8 +1,8 @@
 """The model's configuration: what `config.json` says, checked, under the names Hugging Face uses.
 
 In: a `config.json` as a mapping. Out: a frozen `ModelConfig` that the graph, the checkpoint reader, the planner and the
-runtime share. What may go wrong: a field that is missing, of the wrong type or contradictory raises `ConfigError` naming it;
-oddities that do not change the result are collected in `notices`.
+runtime share. What may go wrong: a field that is missing, of the wrong type or contradictory raises `ConfigError`
+naming it; oddities that do not change the result are collected in `notices`.
 """
 
 from __future__ import annotations
@@ -116,9 +116,12 @@ class SpeculationConfig:
 
 
 # Keys that are read somewhere in this module, or that official configs carry and that inference may ignore.
-_IGNORED_KEYS = frozenset(
-    ["_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id", "ep_size", "head_dim", "initializer_range", "moe_router_dtype", "num_key_value_heads", "output_router_logits", "pretraining_tp", "qk_head_dim", "quantization_config", "transformers_version", "use_cache", "dtype", "torch_dtype", "layer_types", "rope_scaling", "rope_theta", "rope_parameters", "partial_rotary_factor", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type"]
-)
+_IGNORED_KEYS = {
+    "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id", "chunk_size_feed_forward",
+    "dtype", "ep_size", "head_dim", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "layer_types",
+    "moe_router_dtype", "num_key_value_heads", "output_attentions", "output_hidden_states", "output_router_logits",
+    "pretraining_tp", "problem_type", "qk_head_dim", "return_dict", "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
 _LAYER_TYPES = ("deepseek_sparse_attention", "indexed_attention")
 _MISSING = object()
 
@@ -173,8 +176,8 @@ def _is_number(value: Any) -> bool:
 def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     """Check a `config.json` and give its values under one spelling.
 
-    `where` names the source in messages. Raises ConfigError naming the first field that cannot be used. Unknown keys, ignored
-    oddities and contradictions that have a defined winner end up in `notices`, one line each.
+    `where` names the source in messages. Raises ConfigError naming the first field that cannot be used. Unknown keys,
+    ignored oddities and contradictions that have a defined winner end up in `notices`, one line each.
     """
     fields = _Fields(raw, where)
     _check_family(fields)
@@ -224,7 +227,8 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def load_config(directory: Path) -> ModelConfig:
-    """Read `config.json` of a checkpoint; stop ids are the union with `generation_config.json` (case: three ids, one here)."""
+    """Read `config.json` of a checkpoint; stop ids are the union with `generation_config.json` (case: three ids, one
+    here)."""
     path = Path(directory) / "config.json"
     raw = dict(read_json_object(path, ConfigError))
     generation = path.with_name("generation_config.json")
@@ -253,7 +257,8 @@ def read_json_object(path: Path, error: type[Exception]) -> Mapping[str, Any]:
 
 
 def _check_family(fields: _Fields) -> None:
-    """Only `glm_moe_dsa` without biases, with silu, sigmoid scores and the correction bias is what the graph computes."""
+    """Only `glm_moe_dsa` without biases, with silu, sigmoid scores and the correction bias is what the graph
+    computes."""
     kind = fields.get("model_type", lambda v: isinstance(v, str), "'glm_moe_dsa'", None)
     names = fields.get("architectures", lambda v: isinstance(v, list), "a list of names", [])
     if kind != "glm_moe_dsa" and not (kind is None and "GlmMoeDsaForCausalLM" in names):
@@ -280,7 +285,8 @@ def _expert_count(fields: _Fields) -> int:
 
 
 def _rope_theta(fields: _Fields) -> float:
-    """Old spelling (`rope_theta` + `rope_scaling`) or new (`rope_parameters`); never a default, since 10000 degrades unseen."""
+    """Old spelling (`rope_theta` + `rope_scaling`) or new (`rope_parameters`); never a default, since 10000 degrades
+    unseen."""
     found: dict[str, float] = {}
     for name in ("rope_parameters", "rope_scaling"):
         nested = fields.get(name, lambda v: isinstance(v, Mapping), "an object", {})
@@ -296,7 +302,7 @@ def _rope_theta(fields: _Fields) -> float:
         found["rope_theta"] = fields.number("rope_theta")
     if not found:
         raise ConfigError(
-            f"{fields.where}: rope_theta is missing, both in rope_parameters and at top level. Add it (GLM-5.2 has 8000000)."
+            f"{fields.where}: rope_theta is missing, in rope_parameters and at top level. Add it (GLM-5.2 has 8000000)."
         )
     name, theta = next(iter(found.items()))
     for other, value in found.items():
@@ -321,7 +327,8 @@ def _layer_list(fields: _Fields, name: str, layers: int, words: tuple[str, str])
 
 
 def _mlp_layer_types(fields: _Fields, layers: int) -> tuple[str, ...]:
-    """The list wins; without it the first `first_k_dense_replace` layers are dense, and of the rest every freq-th is sparse."""
+    """The list wins; without it the first `first_k_dense_replace` layers are dense, and of the rest every freq-th is
+    sparse."""
     first = fields.count("first_k_dense_replace", 3, least=0)
     freq = fields.count("moe_layer_freq", 1)
     derived = tuple(SPARSE if i >= first and i % freq == 0 else DENSE for i in range(layers))
@@ -350,7 +357,7 @@ def _indexer_types(fields: _Fields, layers: int) -> tuple[str, ...]:
         if kinds != chosen:
             layer = next(i for i in range(layers) if kinds[i] != chosen[i])
             fields.notices.append(
-                f"{winner} and {name} disagree first at layer {layer} ({chosen[layer]}, {kinds[layer]}); {winner} is used"
+                f"{winner} and {name} disagree first at layer {layer} ({chosen[layer]}, {kinds[layer]}); the first wins"
             )
             break
     if chosen[0] == SHARED:

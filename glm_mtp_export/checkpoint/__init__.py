@@ -1,4 +1,5 @@
-"""Reading checkpoints: index and shards, stored formats, the name map, the weight plan and what a user wants to know about them."""
+"""Reading checkpoints: index and shards, stored formats, the name map, the weight plan and what a user wants to know
+about them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One stored weight in whichever format it lies on disk: what it is, and its rows as float32 or as raw codes.
 
-A `StoredWeight` is a window of rows [first_row, first_row + shape[0]) of a tensor seen as [rows, columns]; a packed expert
-tensor gives one window per expert and projection. Values are exact dequantised float32:
+A `StoredWeight` is a window of rows [first_row, first_row + shape[0]) of a tensor seen as [rows, columns]; a packed
+expert tensor gives one window per expert and projection. Values are exact dequantised float32:
 
     plain       bf16, fp16 or fp32 values
     fp8_block   e4m3 x float32 multiplier per block of (rows, columns), edge blocks partial
@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from glm_mtp_export.checkpoint.index import TensorInfo, TensorStore
 from glm_mtp_export.checkpoint.numeric import (
@@ -72,10 +74,10 @@ class StoredWeight:
         """bfloat16, float16, float32, or the quantised format's name."""
         return _PLAIN_DTYPES[self.values.dtype] if self.format == PLAIN else self.format
 
-    def window(self, first_row: int, num_rows: int, **changes: int) -> StoredWeight:
-        """Rows of this weight as a weight of their own; the scales stay those of the whole matrix."""
-        moved = {"first_row": self.first_row + first_row, "matrix_row": self.matrix_row + first_row}
-        return replace(self, shape=(num_rows, self.num_columns), **{**moved, **changes})
+    def window(self, first_row: int, num_rows: int, matrix_row: int, scale_row: int) -> StoredWeight:
+        """Rows of a stack of matrices as a weight of their own; block scales stay those of their matrix."""
+        shape = (num_rows, self.num_columns)
+        return replace(self, shape=shape, first_row=first_row, matrix_row=matrix_row, scale_row=scale_row)
 
     def floats(self, start: int, stop: int) -> F32:
         """Dequantised rows [stop - start, columns]."""
@@ -114,7 +116,8 @@ class StoredWeight:
         return codes, self._scale_floats(first, first + rows)
 
     def nvfp4_parts(self, start: int, stop: int) -> tuple[U8, U8, np.float32]:
-        """Packed codes [rows, columns/2], group scales [rows, columns/16] as e4m3 bits, and the scale that multiplies."""
+        """Packed codes [rows, columns/2], group scales [rows, columns/16] as e4m3 bits, and the scale that
+        multiplies."""
         assert self.scale is not None and self.overall is not None
         codes = self._raw(start, stop)
         scales: U8 = self.store.rows(self.scale, self.first_row + start, self.first_row + stop)
@@ -129,7 +132,7 @@ class StoredWeight:
         ranges = [(i, min(i + step, self.num_rows)) for i in range(0, self.num_rows, step)]
         return all(np.array_equal(self._raw(*r).view(np.uint8), other._raw(*r).view(np.uint8)) for r in ranges)
 
-    def _raw(self, start: int, stop: int) -> U8 | U16:
+    def _raw(self, start: int, stop: int) -> npt.NDArray[Any]:
         return self.store.rows(self.values, self.first_row + start, self.first_row + stop)
 
     def _scalar(self, info: TensorInfo) -> np.float32:
@@ -154,7 +157,7 @@ class StoredWeight:
         return np.repeat(scales[rows - rows[0]], wide, axis=1)[:, : self.num_columns]
 
 
-def _plain_floats(raw: np.ndarray, dtype: str) -> F32:
+def _plain_floats(raw: npt.NDArray[Any], dtype: str) -> F32:
     if dtype == "BF16":
         return bf16_to_f32(raw)
     if dtype == "F8_E8M0":
@@ -163,23 +166,24 @@ def _plain_floats(raw: np.ndarray, dtype: str) -> F32:
 
 
 def identify(
-    store: TensorStore, name: str, shape: tuple[int, ...], roles: Mapping[str, TensorInfo], block: tuple[int, int]
+    store: TensorStore, shape: tuple[int, ...], roles: Mapping[str, TensorInfo], block: tuple[int, int]
 ) -> StoredWeight:
     """Decide a module's format from what lies on disk and check every shape; raises CheckpointError.
 
-    `shape` is the module's in values (a packed expert tensor's is [experts, rows, columns]), `block` the recipe's FP8 block.
+    `shape` is the module's in values (a packed expert tensor's is [experts, rows, columns]), `block` the recipe's FP8
+    block.
     """
     if "weight_packed" in roles and roles["weight_packed"].dtype != "U8":
         raise CheckpointError(
-            f"{_at(roles['weight_packed'])} is {roles['weight_packed'].dtype}: integer groups (int4/int8 pack-quantized) are "
-            "not supported. Use a bf16, FP8 or NVFP4 checkpoint."
+            f"{_at(roles['weight_packed'])} is not U8: int4/int8 groups (pack-quantized) are not "
+            "supported. Use a bf16, FP8 or NVFP4 checkpoint."
         )
     values = roles.get("weight_packed") or roles["weight"]
     if values.dtype in _PLAIN_DTYPES:
         _expect(values, shape)
         if scales := [roles[r] for r in ("weight_scale", "weight_scale_inv", "weight_scale_2") if r in roles]:
             raise CheckpointError(
-                f"{_at(values)} is {values.dtype} but {scales[0].name} lies beside it. Fetch the shard of one of the two again."
+                f"{_at(values)} is {values.dtype} but {scales[0].name} lies beside it. Fetch the shards again."
             )
         return StoredWeight(store, shape, PLAIN, values)
     if values.dtype == "F8_E4M3":
@@ -187,7 +191,7 @@ def identify(
     if values.dtype == "U8":
         return _identify_nvfp4(store, shape, values, roles)
     raise CheckpointError(
-        f"{_at(values)} has dtype {values.dtype}, expected bf16, fp16, fp32, e4m3 or NVFP4 bytes. Use such a checkpoint."
+        f"{_at(values)} is {values.dtype}, expected bf16, fp16, fp32, e4m3 or NVFP4 bytes. Use such a checkpoint."
     )
 
 
@@ -231,8 +235,8 @@ def _identify_nvfp4(
         )
     if scale.dtype != "F8_E4M3" or shape[-1] % NVFP4_GROUP or len(shape) != 2:
         raise CheckpointError(
-            f"{_at(scale)} is {scale.dtype} for a weight of {list(shape)}: only NVFP4 (e4m3 scales, groups of 16 columns, one "
-            "tensor a projection) is supported, no MXFP4. Use a bf16, FP8 or NVFP4 checkpoint."
+            f"{_at(scale)} is {scale.dtype} for a weight of {list(shape)}: only NVFP4 (e4m3 scales, groups of 16, "
+            "one tensor a projection) is supported, no MXFP4. Use a bf16, FP8 or NVFP4 checkpoint."
         )
     _expect(values, (*shape[:-1], shape[-1] // 2))
     _expect(scale, (*shape[:-1], shape[-1] // NVFP4_GROUP))

@@ -1,8 +1,9 @@
 """Safetensors on disk: which tensors exist, where their bytes lie, and reading them.
 
-In: a checkpoint folder. Out: a `TensorStore` of `TensorInfo` records whose sizes were all checked against their files before
-anything is allocated. Every damage (header, offsets, index, missing shard) raises `CheckpointError` naming the file; odd but
-usable things are `notices`. A file that ends right after its header is a headers-only stand-in: everything but reading works.
+In: a checkpoint folder. Out: a `TensorStore` of `TensorInfo` records whose sizes were all checked against their files
+before anything is allocated. Every damage (header, offsets, index, missing shard) raises `CheckpointError` naming the
+file; odd but usable things are `notices`. A file that ends right after its header is a headers-only stand-in:
+everything but reading works.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ ITEM_BITS = {
 }  # fmt: skip
 _NUMPY = {
     "BOOL": "u1", "U8": "u1", "I8": "i1", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1", "U16": "<u2", "I16": "<i2",
-    "F16": "<f2", "BF16": "<u2", "U32": "<u4", "I32": "<i4", "F32": "<f4", "U64": "<u8", "I64": "<i8", "F64": "<f8", "F4": "u1",
+    "F16": "<f2", "BF16": "<u2", "U32": "<u4", "I32": "<i4", "F32": "<f4", "U64": "<u8", "I64": "<i8", "F64": "<f8",
+    "F4": "u1",
 }  # fmt: skip
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a file. `dtype` is the format's own code (BF16, F8_E4M3, ...), `offset` counts from the file's start."""
+    """One tensor of a file. `dtype` is the format's own code (BF16, F8_E4M3, ...), `offset` counts from the file's
+    start."""
 
     name: str
     dtype: str
@@ -69,8 +72,8 @@ def _damaged(path: Path, what: str) -> CheckpointError:
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], bool]:
     """Tensors of one .safetensors file, and whether the file is a headers-only stand-in.
 
-    Checks that the header is one JSON object, that each tensor's bytes equal its shape times its type, that the tensors lie
-    end to end without overlap, and that they fill the file exactly.
+    Checks that the header is one JSON object, that each tensor's bytes equal its shape times its type, that the tensors
+    lie end to end without overlap, and that they fill the file exactly.
     """
     try:
         size = path.stat().st_size
@@ -149,8 +152,8 @@ class TensorStore:
     def open(cls, directory: Path, is_wanted_unindexed: Callable[[str], bool] = lambda name: False) -> TensorStore:
         """Read index and headers.
 
-        With an index, tensors of files it does not list are taken only if `is_wanted_unindexed(name)` (the MTP layer is often
-        shipped in a file of its own); without one, every .safetensors file counts.
+        With an index, tensors of files it does not list are taken only if `is_wanted_unindexed(name)` (the MTP layer is
+        often shipped in a file of its own); without one, every .safetensors file counts.
         """
         directory = Path(directory)
         if not directory.is_dir():
@@ -196,7 +199,7 @@ class TensorStore:
 
     def read_into(self, info: TensorInfo, buffer: npt.NDArray[np.uint8], begin: int = 0) -> None:
         """Fill `buffer` (uint8, contiguous, e.g. pinned memory) with a tensor's bytes from `begin` on."""
-        view, done = memoryview(buffer), 0
+        view, done = buffer.data, 0
         try:
             with info.file.open("rb", buffering=0) as stream:
                 while done < len(view):

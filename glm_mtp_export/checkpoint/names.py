@@ -2,7 +2,8 @@
 
 A *module* is one parameter of the model under its official name without `.weight` (`model.layers.3.mlp.gate`,
 `model.layers.0.self_attn.indexer.k_norm.bias`); a *role* is what a tensor is to its module (values, block scale, ...).
-Packed expert tensors stand for many modules. Nothing here touches a file; what maps to nothing is left to the caller to refuse.
+Packed expert tensors stand for many modules. Nothing here touches a file; what maps to nothing is left to the caller to
+refuse.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens", "lm_head", "model.norm"
 PACKED_EXPERTS = ("gate_up_proj", "down_proj")
 # Rows of the inspect report, in its order.
 GROUPS = (
-    "embedding", "head", "norms", "attention", "indexer", "dense mlp", "router", "experts", "shared experts", "mtp projection",
+    "embedding", "head", "norms", "attention", "indexer", "dense mlp", "router", "experts", "shared experts",
+    "mtp projection",
 )  # fmt: skip
 
 
@@ -59,18 +61,17 @@ class TensorRole:
 
 
 _ROLES = (
-    "weight", "weight_scale_inv", "weight_scale", "weight_scale_2", "weight_packed", "weight_global_scale", "input_scale",
-    "input_global_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
+    "weight", "weight_scale_inv", "weight_scale", "weight_scale_2", "weight_packed", "weight_global_scale",
+    "input_scale", "input_global_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
 )  # fmt: skip
 _PACKED = re.compile(r"^(.*\.mlp\.experts\.(?:gate_up_proj|down_proj))(?:\.?_?(scale_inv|scale))?$")
-_KV_SCALE = re.compile(
-    r"\.(?:self_attn|attn|self_attn\.attn)\.(?:[kv]_proj\.|kv_proj\.|qkv_proj\.|kv_b_proj\.)?(?:k_scale|v_scale|kv_scale)$"
-)
+_KV_SCALE = re.compile(r"\.(?:self_attn|attn)\.(?:(?:[kv]|kv|qkv|kv_b)_proj\.)?(?:k_scale|v_scale|kv_scale)$")
 _BUFFERS = re.compile(r"rotary_emb\.(?:inv_freq|cos_cached|sin_cached)$")
 
 
 def tensor_role(name: str) -> TensorRole:
-    """Split a tensor's name; parameters that are not a `.weight` (biases, the correction bias) are modules themselves."""
+    """Split a tensor's name; parameters that are not a `.weight` (biases, the correction bias) are modules
+    themselves."""
     module, _, last = name.rpartition(".")
     if last in _ROLES:
         return TensorRole(module, last)

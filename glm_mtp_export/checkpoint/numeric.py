@@ -1,7 +1,7 @@
 """Small floating-point formats as numpy bit patterns: decoders by table, encoders that round to nearest even, exactly.
 
-bfloat16 travels as uint16, e4m3 / e8m0 / packed e2m1 as uint8. Decoders give float32 and are exact. Encoders take float32;
-e4m3 saturates at 448 and e2m1 at 6, NaN stays NaN where the format has one (e2m1 has none: NaN becomes 0).
+bfloat16 travels as uint16, e4m3 / e8m0 / packed e2m1 as uint8. Decoders give float32 and are exact. Encoders take
+float32; e4m3 saturates at 448 and e2m1 at 6, NaN stays NaN where the format has one (e2m1 has none: NaN becomes 0).
 """
 
 from __future__ import annotations

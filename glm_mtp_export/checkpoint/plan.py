@@ -1,16 +1,17 @@
-"""The weight plan: for each weight of the step graph, which checkpoint modules make it, in which format, and its exact shape.
+"""The weight plan: for each weight of the step graph, which checkpoint modules make it, in which format, and its exact
+shape.
 
-In: a `CheckpointView`, a dialect and a dtype. Out: `WeightEntry` records in graph order, the target's first. Portable: all
-float32. Device: norms, embeddings, head, router, latent up-projections and `eh_proj` in bfloat16, index-key norm and router bias
-in float32, linears as the dtype asks:
+In: a `CheckpointView`, a dialect and a dtype. Out: `WeightEntry` records in graph order, the target's first. Portable:
+all float32. Device: norms, embeddings, head, router, latent up-projections and `eh_proj` in bfloat16, index-key norm
+and router bias in float32, linears as the dtype asks:
 
-    bfloat16           every linear in bfloat16
-    float8_e4m3fn      linears in e4m3 with one float32 scale per 128 x 128 block (`_scale`)
-    float4_e2m1fnx2    routed experts of the target in NVFP4 (`_scale` per 16 columns, `_global` per projection); everything
+    bfloat16           every linear in bfloat16 float8_e4m3fn      linears in e4m3 with one float32 scale per 128 x 128
+    block (`_scale`) float4_e2m1fnx2    routed experts of the target in NVFP4 (`_scale` per 16 columns, `_global` per
+    projection); everything
                        else, the MTP layer included, as stored
 
-A stacked FP8 weight keeps the scale rows of its parts, so each part but the last must have a multiple of 128 rows; otherwise
-`CheckpointError`, as for a group size that does not divide.
+A stacked FP8 weight keeps the scale rows of its parts, so each part but the last must have a multiple of 128 rows;
+otherwise `CheckpointError`, as for a group size that does not divide.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ DTYPES = (BFLOAT16, FLOAT8, FLOAT4)
 
 
 def stored_dtype(view: CheckpointView) -> str:
-    """The dtype that needs no conversion: what most of the routed experts (or, without any, the linears) are stored in."""
+    """The dtype that needs no conversion: what most of the routed experts (or, without any, the linears) are stored
+    in."""
     linears = [m for m, spec in view.specs.items() if spec.linear and m in view.weights]
     experts = [m for m in linears if view.specs[m].group == "experts" and m in view.weights] or linears
     formats = [view.weights[m].format for m in experts]
@@ -44,8 +46,8 @@ def stored_dtype(view: CheckpointView) -> str:
 def weight_plan(view: CheckpointView, dialect: str, dtype: str, with_draft: bool) -> tuple[WeightEntry, ...]:
     """Plan every weight of the graph. `dtype` is one of DTYPES and ignored by the portable dialect.
 
-    Raises OptionError for an unknown dialect or dtype, CheckpointError when the MTP layer is asked for and not usable, or when
-    the shapes cannot be laid out for the kernels.
+    Raises OptionError for an unknown dialect or dtype, CheckpointError when the MTP layer is asked for and not usable,
+    or when the shapes cannot be laid out for the kernels.
     """
     if dialect not in (PORTABLE, DEVICE):
         raise OptionError(f"--dialect is {dialect!r}, expected '{PORTABLE}' or '{DEVICE}'.")

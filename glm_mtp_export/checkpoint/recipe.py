@@ -1,8 +1,8 @@
 """What `quantization_config` claims: which modules a recipe covers, and the FP8 block size.
 
-Only a cross-check and the block size come from here; the format of each module is decided from disk. Exclusion lists are read in
-every spelling in use: module names (a name covers its children, `gate` never covers `gate_proj`), bare names of one component,
-`*` globs, and `re:` patterns anchored at the start.
+Only a cross-check and the block size come from here; the format of each module is decided from disk. Exclusion lists
+are read in every spelling in use: module names (a name covers its children, `gate` never covers `gate_proj`), bare
+names of one component, `*` globs, and `re:` patterns anchored at the start.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def _groups(raw: Mapping[str, Any], where: str) -> tuple[Callable[[str], bool], 
             continue
         if weights.get("type") == "int":
             raise ConfigError(
-                f"{where}: quantization_config.config_groups.{name} holds int{weights.get('num_bits')} weights, which are not "
-                "supported. Use a bf16, FP8 or NVFP4 checkpoint."
+                f"{where}: quantization_config.config_groups.{name} holds int{weights.get('num_bits')} weights: "
+                "not supported. Use a bf16, FP8 or NVFP4 checkpoint."
             )
         if weights.get("block_structure"):
             block = _block(weights["block_structure"], f"{where}: config_groups.{name}.weights.block_structure")

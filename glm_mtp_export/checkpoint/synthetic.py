@@ -1,9 +1,10 @@
-"""Checkpoints made up from a config: tiny ones with random weights for tests, full-size ones as headers or sparse files.
+"""Checkpoints made up from a config: tiny ones with random weights for tests, full-size ones as headers or sparse
+files.
 
-`write_synthetic` writes T6 (six layers, hidden 64) or any override of it, in every stored format, with real random weights:
-norm weights in [0.2, 1.8], non-zero biases, router biases with a large common offset. The same seed gives the same float weights
-in every format, so that formats can be compared. `write_stand_in` writes names, types, shapes and shards of any config without
-data. Names and layouts are the official ones.
+`write_synthetic` writes T6 (six layers, hidden 64) or any override of it, in every stored format, with real random
+weights: norm weights in [0.2, 1.8], non-zero biases, router biases with a large common offset. The same seed gives the
+same float weights in every format, so that formats can be compared. `write_stand_in` writes names, types, shapes and
+shards of any config without data. Names and layouts are the official ones.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from glm_mtp_export.checkpoint.index import INDEX_NAME, ITEM_BITS, layer_number
-from glm_mtp_export.checkpoint.names import ModuleSpec, draft_modules, trunk_modules
+from glm_mtp_export.checkpoint.names import ModuleSpec, draft_modules, tensor_role, trunk_modules
 from glm_mtp_export.checkpoint.numeric import (
     F32,
     NVFP4_GROUP,
@@ -90,7 +91,8 @@ T6_CONFIG: dict[str, Any] = {
     "eos_token_id": [300, 307, 309],
     "pad_token_id": 300,
 }
-# bf16; FP8 blocks as released; NVFP4 experts as released; the same with dense layers per-tensor FP8 (GLM-5.3); compressed-tensors.
+# bf16; FP8 blocks as released; NVFP4 experts as released; the same with dense layers per-tensor FP8 (GLM-5.3);
+# compressed-tensors.
 FORMATS = ("bf16", "fp8", "nvfp4", "nvfp4-fp8-dense", "ct-nvfp4", "ct-fp8", "fp32", "fp16")
 _BASE = {"fp32": "F32", "fp16": "F16"}
 _UNQUANTISED = ("indexer.weights_proj", "mlp.gate", "eh_proj", "lm_head", "shared_head.head")
@@ -196,13 +198,12 @@ def synthetic_tensors(
         specs |= {s.name: s for s in draft_modules(config, module)}
     cache: dict[str, dict[str, npt.NDArray[Any]]] = {}
     for name, dtype, shape in stored_tensors(config, layout, block, with_draft, quantised_draft):
-        module, _, role = name.rpartition(".")
-        if module not in specs or role in ("bias", "e_score_correction_bias"):
-            module, role = name, "weight"
-        if module not in cache:
-            form = module_format(config, specs[module], layout, quantised_draft)
-            cache = {module: _encode(draw(module, specs[module].shape, seed), form, dtype, block)}
-        tensors[name] = Tensor(dtype, shape, cache[module][role].reshape(shape if dtype != "U8" else -1).reshape(shape))
+        owner = tensor_role(name)
+        if owner.module not in cache:
+            spec = specs[owner.module]
+            form = module_format(config, spec, layout, quantised_draft)
+            cache = {spec.name: _encode(draw(spec.name, spec.shape, seed), form, dtype, block)}
+        tensors[name] = Tensor(dtype, shape, cache[owner.module][owner.role].reshape(shape))
     return tensors
 
 
@@ -283,7 +284,8 @@ def write_synthetic(
     if edit_config:
         edit_config(raw)
     (root / "config.json").write_text(json.dumps(raw, indent=1))
-    names, weight_map = list(tensors), {}
+    names = list(tensors)
+    weight_map: dict[str, str] = {}
     for shard in range(num_shards):
         file = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
         part = {n: tensors[n] for n in names[len(names) * shard // num_shards : len(names) * (shard + 1) // num_shards]}
@@ -354,7 +356,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     with path.open("wb") as stream:
         stream.write(_header(entries))
         for tensor in tensors.values():
-            stream.write(np.ascontiguousarray(tensor.bits).tobytes())
+            stream.write(tensor.bits.tobytes())
 
 
 def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -386,7 +388,8 @@ def write_stand_in(
     headers_only: bool = False,
     block: tuple[int, int] = (128, 128),
 ) -> Path:
-    """Config, index and shards of any size without data: sparse files of the full size, or files that end after their header."""
+    """Config, index and shards of any size without data: sparse files of the full size, or files that end after their
+    header."""
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     config = parse_config(raw_config, "config")
@@ -401,7 +404,7 @@ def write_stand_in(
     for entry in entries:
         shards[min(done * num_shards // total, num_shards - 1)].append(entry)
         done += _num_bytes(entry[1], entry[2])
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, part in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{num_shards:05d}.safetensors"
         with (root / file).open("wb") as stream:

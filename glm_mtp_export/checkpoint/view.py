@@ -1,8 +1,10 @@
-"""A checkpoint as the exporter and the loader see it: config, modules with their format, notices, and what cannot be used.
+"""A checkpoint as the exporter and the loader see it: config, modules with their format, notices, and what cannot be
+used.
 
-In: a folder. Out: a `CheckpointView` in which every tensor on disk is accounted for: it belongs to a module, or is dropped for a
-reason that a notice states, or is unknown. `CheckpointView.open` refuses a target that is incomplete or holds unknown tensors;
-problems of the MTP layer are kept apart and raised by `require_draft`, so that target-only work goes on without it.
+In: a folder. Out: a `CheckpointView` in which every tensor on disk is accounted for: it belongs to a module, or is
+dropped for a reason that a notice states, or is unknown. `CheckpointView.open` refuses a target that is incomplete or
+holds unknown tensors; problems of the MTP layer are kept apart and raised by `require_draft`, so that target-only work
+goes on without it.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class CheckpointView:
         view = cls.scan(directory)
         if view.problems:
             raise CheckpointError(
-                f"{view.directory}: {'; '.join(view.problems)}. Run 'glm-mtp inspect' on this folder; fetch what is missing again."
+                f"{view.directory}: {'; '.join(view.problems)}. "
+                "Run 'glm-mtp inspect' on this folder; fetch what is missing again."
             )
         return view
 
@@ -81,12 +84,12 @@ class CheckpointView:
         """Raise CheckpointError with everything that keeps the MTP layer from being used."""
         if self.config.num_nextn_predict_layers == 0:
             raise CheckpointError(
-                f"{self.directory}: num_nextn_predict_layers is 0, there is no MTP layer. Use --num-speculative-tokens 0."
+                f"{self.directory}: num_nextn_predict_layers is 0, so no MTP layer. Use --num-speculative-tokens 0."
             )
         if self.draft_problems:
             raise CheckpointError(
-                f"{self.directory}: {'; '.join(self.draft_problems)}. Fetch the MTP layer's file, or export the target alone "
-                "with --num-speculative-tokens 0."
+                f"{self.directory}: {'; '.join(self.draft_problems)}. Fetch the MTP layer's file, or export the target "
+                "alone with --num-speculative-tokens 0."
             )
 
     def weight(self, module: str) -> StoredWeight:
@@ -101,7 +104,8 @@ class CheckpointView:
         return self.weight(module).precision
 
     def draft_owns(self, module: int, part: str) -> bool:
-        """Whether MTP module `module` brings its own `embed_tokens` or `shared_head.head` that differs from the target's."""
+        """Whether MTP module `module` brings its own `embed_tokens` or `shared_head.head` that differs from the
+        target's."""
         return f"{draft_layer(self.config, module)}.{part}" in self.weights
 
 
@@ -225,9 +229,7 @@ class _Scan:
                     raise CheckpointError(f"{first.file.name}: {first.name} has no weight beside it")
                 unscaled += "input_scale" in found or "input_global_scale" in found
                 if module in self.specs:
-                    self.weights[module] = identify(
-                        self.store, module, self.specs[module].shape, found, self.recipe.block
-                    )
+                    self.weights[module] = identify(self.store, self.specs[module].shape, found, self.recipe.block)
                 else:
                     self._unpack(module, found)
             except CheckpointError as error:
@@ -245,7 +247,7 @@ class _Scan:
         prefix, _, projection = module.partition(".mlp.experts.")
         joint = projection == "gate_up_proj"
         rows, cols = (2 * inner, hidden) if joint else (hidden, inner)
-        whole = identify(self.store, module, (experts, rows, cols), found, self.recipe.block)
+        whole = identify(self.store, (experts, rows, cols), found, self.recipe.block)
         scale_rows = -(-rows // whole.block[0])
         parts = [("gate_proj", 0, inner), ("up_proj", inner, inner)] if joint else [("down_proj", 0, rows)]
         for expert in range(experts):

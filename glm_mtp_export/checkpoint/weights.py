@@ -1,8 +1,9 @@
 """Executes the weight plan: reads checkpoint rows, converts them and gives the bytes of each graph weight.
 
-In: a `CheckpointView` and `WeightEntry` records. Out: numpy arrays (bfloat16 as uint16 bits, e4m3 as uint8), or the same bytes
-piece by piece, so that a stack of experts never lies in memory as a whole. Stored codes pass through untouched where the wanted
-format is the stored one; otherwise values go through exact float32. Damage raises `CheckpointError`.
+In: a `CheckpointView` and `WeightEntry` records. Out: numpy arrays (bfloat16 as uint16 bits, e4m3 as uint8), or the
+same bytes piece by piece, so that a stack of experts never lies in memory as a whole. Stored codes pass through
+untouched where the wanted format is the stored one; otherwise values go through exact float32. Damage raises
+`CheckpointError`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["PIECE_BYTES", "Progress", "materialise", "pieces", "stream", "write_
 
 PIECE_BYTES = 1 << 26  # about what one piece takes as float32; bounds the memory of everything here
 Progress = Callable[[int], None]  # called with the bytes of the graph weight that were just finished
-_NUMPY = {
+_NUMPY: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
     "bfloat16": np.dtype("<u2"),
     "float8_e4m3fn": np.dtype("u1"),
@@ -72,7 +73,7 @@ def write_entry(view: CheckpointView, entry: WeightEntry, file: BinaryIO, progre
     """Write the weight's bytes at the file's position, piece by piece; gives the number of bytes."""
     done = 0
     for piece in pieces(view, entry):
-        file.write(memoryview(np.ascontiguousarray(piece)).cast("B"))
+        file.write(np.ascontiguousarray(piece).data)
         done += piece.nbytes
         if progress:
             progress(piece.nbytes)
@@ -81,7 +82,8 @@ def write_entry(view: CheckpointView, entry: WeightEntry, file: BinaryIO, progre
 
 
 def pieces(view: CheckpointView, entry: WeightEntry) -> Iterator[npt.NDArray[Any]]:
-    """Consecutive parts of the weight in row-major order, each about PIECE_BYTES or less (an NVFP4 matrix is one piece)."""
+    """Consecutive parts of the weight in row-major order, each about PIECE_BYTES or less (an NVFP4 matrix is one
+    piece)."""
     for part in _parts(view, entry):
         yield from _part_pieces(part, entry)
 
@@ -116,7 +118,8 @@ def _parts(view: CheckpointView, entry: WeightEntry) -> Iterator[_Part]:
 def _part_pieces(part: _Part, entry: WeightEntry) -> Iterator[npt.NDArray[Any]]:
     if entry.format == NVFP4:
         codes, groups, overall = _nvfp4(part)
-        yield {"values": codes, "group_scale": groups, "global_scale": np.array([overall], np.float32)}[entry.component]
+        made: dict[str, npt.NDArray[Any]] = {"values": codes, "group_scale": groups}
+        yield made.get(entry.component, np.array([overall], np.float32))
         return
     step = max(1, PIECE_BYTES // (4 * max(1, part.weight.num_columns)))
     if entry.format == FP8_BLOCK_FORMAT:
