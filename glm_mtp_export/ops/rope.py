@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
+from onnx import TensorProto, helper
 from onnxscript import FLOAT, INT32, script
 from onnxscript.onnx_opset import opset23 as op
 from onnxscript.values import Opset
 from torch import Tensor
 
 __all__ = ["GlmRotate", "rotated"]
+
+# A literal in a function body would be a float32: 1.7e-7 off a turn is 0.03 rad at position 2^20.
+_TURN = helper.make_tensor("turn", TensorProto.DOUBLE, [], [2 * math.pi])
 
 
 def rotated(x: Tensor, positions: Tensor, theta: float, interleaved: int) -> Tensor:
@@ -41,7 +47,7 @@ def GlmRotate(x: FLOAT, positions: INT32, rope_theta: float, interleaved: int) -
     exponent = -2.0 * op.Cast(pair, to=11) / op.Cast(width, to=11)
     frequency = op.Pow(op.Cast(op.Constant(value_float=rope_theta), to=11), exponent)
     angle = op.Cast(op.Unsqueeze(positions, op.Constant(value_ints=[1, 2])), to=11) * frequency
-    turn = op.Cast(6.283185307179586, to=11)
-    reduced = op.Cast(angle - op.Floor(angle / turn) * turn, to=1)
+    turn = op.Constant(value=_TURN)
+    reduced = op.Cast(angle - op.Round(angle / turn) * turn, to=1)
     sign = op.Cast(2 * second - 1, to=1)
     return x * op.Cos(reduced) + op.Gather(x, partner, axis=2) * (sign * op.Sin(reduced))

@@ -36,28 +36,31 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """A number in (0, 1) for each (seed int64, output position int), float32: 24 bits of a hash of both."""
+    """A number in (0, 1) for each (seed int64, output position int), float64: 24 bits of a hash of both, and a half.
+
+    float32 does not hold 24 bits and a half: the largest value would round to 1, past every running sum.
+    """
     low, high = seed & _MASK32, (seed >> 32) & _MASK32
     bits = _mixed(_mixed(_mixed(low ^ 0x9E3779B9) ^ high) ^ position.long())
-    return ((bits >> 8).to(torch.float32) + 0.5) * 2.0**-24
+    return ((bits >> 8).to(torch.float64) + 0.5) * 2.0**-24
 
 
 def _drawn(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor) -> Tensor:
     """One token a row of logits [R, V]; all parameters [R]. Rows below temperature 1e-5 take the argmax."""
     finite = logits.masked_fill(logits.isnan(), -torch.inf)
-    scaled = finite / temperature.clamp_min(1e-6)[:, None].to(logits.dtype)
-    order = torch.argsort(scaled, dim=1, descending=True, stable=True)
-    ranked = scaled.gather(1, order)
+    order = torch.argsort(finite, dim=1, descending=True, stable=True)
+    ranked = finite.gather(1, order)
     rank = torch.arange(logits.shape[1], device=logits.device)
     limit = torch.where(top_k <= 0, logits.shape[1], top_k)
-    weight = torch.exp(ranked - ranked[:, :1]) * (rank[None] < limit[:, None])
-    probability = weight / weight.sum(1, keepdim=True)
-    before = probability.cumsum(1) - probability
-    kept = (before < top_p[:, None]) & (probability >= min_p[:, None] * probability[:, :1])
+    apart = (ranked - ranked[:, :1]) / temperature.clamp_min(1e-6)[:, None].to(logits.dtype)
+    weight = (torch.exp(apart) * (rank[None] < limit[:, None])).double()
+    before = weight.cumsum(1) - weight
+    nucleus = (before < top_p[:, None] * weight.sum(1, keepdim=True)) | (top_p >= 1)[:, None]
+    kept = nucleus & (weight >= min_p[:, None] * weight[:, :1])
     kept[:, 0] = True
-    mass = torch.zeros_like(weight).scatter_(1, order, torch.where(kept, weight, 0.0)).double()
+    mass = torch.zeros_like(weight).scatter_(1, order, torch.where(kept, weight, 0.0))
     running = mass.cumsum(1)
-    drawn = (running > u[:, None].double() * running[:, -1:]).int().argmax(1)
+    drawn = (running > u[:, None] * running[:, -1:]).int().argmax(1)
     return torch.where(temperature < 1e-5, finite.argmax(1), drawn)
 
 
@@ -99,6 +102,7 @@ def _accept(
     committed = committed.masked_fill(slots > num_drafts[:, None], 0)
     broken = (logits.isnan().any(1).view(batch, num_slots) & (slots <= num_drafts[:, None])).any(1)
     following = committed.gather(1, accepted[:, None])[:, 0].masked_fill(broken, -1)
+    committed = committed.masked_fill(broken[:, None], 0)
     return accepted.masked_fill(broken, 0).int(), following.int(), committed.int()
 
 
@@ -139,26 +143,30 @@ def GlmMix32(x: INT64) -> INT64:
 
 @script(Opset("glm", 1))
 def GlmDraw(logits: FLOAT, temperature: FLOAT, top_k: INT32, top_p: FLOAT, min_p: FLOAT, u: FLOAT):
-    """`_drawn` in ONNX; logits [R, V] without NaN, parameters [R, 1]."""
+    """`_drawn` in ONNX; logits [R, V] without NaN, parameters [R, 1], u in double."""
     one = op.Constant(value_ints=[1])
     vocab = op.Slice(op.Shape(logits), one, op.Constant(value_ints=[2]), op.Constant(value_ints=[0]))
-    scaled = logits / op.Max(temperature, op.Constant(value_float=1e-6))
-    ranked, order = op.TopK(scaled, vocab, axis=1)
+    ranked, order = op.TopK(logits, vocab, axis=1)
     first = op.Slice(ranked, op.Constant(value_ints=[0]), one, one)
     rank = op.Range(op.Constant(value_int=0), op.Squeeze(vocab, op.Constant(value_ints=[0])), op.Constant(value_int=1))
     asked = op.Cast(top_k, to=7)
     limit = op.Where(op.LessOrEqual(asked, op.Constant(value_int=0)), vocab, asked)
     none = op.Constant(value_float=0.0)
-    weight = op.Where(op.Less(rank, limit), op.Exp(ranked - first), none)
-    probability = weight / op.ReduceSum(weight, one, keepdims=1)
-    before = op.CumSum(probability, op.Constant(value_int=1)) - probability
-    best = op.Slice(probability, op.Constant(value_ints=[0]), one, one)
-    inside = op.And(op.Less(before, top_p), op.GreaterOrEqual(probability, min_p * best))
+    apart = (ranked - first) / op.Max(temperature, op.Constant(value_float=1e-6))
+    # Sums in double: in float32 the tail of a large vocabulary would fall past top_p = 1.
+    weight = op.Cast(op.Where(op.Less(rank, limit), op.Exp(apart), none), to=11)
+    nothing = op.Cast(none, to=11)
+    before = op.CumSum(weight, op.Constant(value_int=1)) - weight
+    share = op.Cast(top_p, to=11)
+    everything = op.GreaterOrEqual(top_p, op.Constant(value_float=1.0))
+    nucleus = op.Or(op.Less(before, share * op.ReduceSum(weight, one, keepdims=1)), everything)
+    best = op.Slice(weight, op.Constant(value_ints=[0]), one, one)
+    inside = op.And(nucleus, op.GreaterOrEqual(weight, op.Cast(min_p, to=11) * best))
     kept = op.Or(inside, op.Equal(rank, op.Constant(value_int=0)))
-    mass = op.ScatterElements(op.Expand(none, op.Shape(logits)), order, op.Where(kept, weight, none), axis=1)
-    running = op.CumSum(op.Cast(mass, to=11), op.Constant(value_int=1))
+    mass = op.ScatterElements(op.Expand(nothing, op.Shape(logits)), order, op.Where(kept, weight, nothing), axis=1)
+    running = op.CumSum(mass, op.Constant(value_int=1))
     total = op.Slice(running, op.Constant(value_ints=[-1]), vocab, one)
-    past = op.Greater(running, op.Cast(u, to=11) * total)
+    past = op.Greater(running, u * total)
     drawn = op.ArgMax(op.Cast(past, to=6), axis=1, keepdims=1)
     greedy = op.ArgMax(logits, axis=1, keepdims=1)
     return op.Where(op.Less(temperature, op.Constant(value_float=1e-5)), greedy, drawn)
@@ -210,7 +218,9 @@ def _accept_body(
     stream = GlmMix32(op.BitwiseXor(start, high))
     position = op.Unsqueeze(op.Cast(sample_offset, to=7), one) + slots
     bits = GlmMix32(op.BitwiseXor(op.Unsqueeze(stream, one), position))
-    u = (op.Cast(bits / op.Constant(value_int=256), to=1) + 0.5) * op.Constant(value_float=5.9604644775390625e-08)
+    # In double, as float32 does not hold 24 bits and a half.
+    halves = op.Cast(bits / op.Constant(value_int=256), to=11) * 2.0 + 1.0
+    u = halves * op.Cast(op.Constant(value_float=2.9802322387695312e-08), to=11)
     is_nan = op.IsNaN(logits)
     finite = op.Where(is_nan, op.Constant(value_float=float("-inf")), logits)
     flat_temperature = op.Reshape(op.Expand(op.Unsqueeze(temperature, one), per_slot), column)
@@ -246,7 +256,7 @@ def _accept_body(
     following = op.GatherElements(committed, accepted, axis=1)
     next_tokens = op.Cast(op.Squeeze(op.Where(broken, op.Constant(value_int=-1), following), one), to=6)
     num_accepted = op.Cast(op.Squeeze(op.Where(broken, op.Constant(value_int=0), accepted), one), to=6)
-    return num_accepted, next_tokens, op.Cast(committed, to=6)
+    return num_accepted, next_tokens, op.Cast(op.Where(broken, op.Constant(value_int=0), committed), to=6)
 
 
 accept = define(
