@@ -2,7 +2,7 @@
 
 from glm_mtp_export.ops.experts import experts, experts_fp8, experts_nvfp4
 from glm_mtp_export.ops.head import head_argmax, head_logits
-from glm_mtp_export.ops.indexer import GlmCacheIndex, GlmCacheWrite, GlmIndexerHead, indexer
+from glm_mtp_export.ops.indexer import GlmCacheIndex, GlmCacheWrite, GlmIndexerHead, GlmRealRows, indexer
 from glm_mtp_export.ops.linear import linear, linear_fp8, silu_mul
 from glm_mtp_export.ops.mla_attention import mla_attention
 from glm_mtp_export.ops.norm import add_rms_norm, rms_norm
@@ -48,6 +48,7 @@ HELPER_FUNCTIONS = (
     GlmIndexerHead,
     GlmCacheIndex,
     GlmCacheWrite,
+    GlmRealRows,
     GlmMaskedLogits,
     GlmMix32,
     GlmDraw,

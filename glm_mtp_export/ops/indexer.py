@@ -13,8 +13,8 @@ from onnxscript.onnx_opset import opset23 as op
 from onnxscript.values import Opset
 from torch import Tensor
 
-from glm_mtp_export.ops.paging import all_index_keys, index_keys_written
-from glm_mtp_export.ops.precision import E4M3_MAX, widened
+from glm_mtp_export.ops.paging import all_index_keys, index_keys_written, power_of_two, real_rows
+from glm_mtp_export.ops.precision import widened
 from glm_mtp_export.ops.record import Attribute, OpRecord, Port, define
 from glm_mtp_export.ops.rope import GlmRotate, rotated
 
@@ -38,7 +38,7 @@ def _best(scores: Tensor, index_topk: int) -> Tensor:
 def _rounded_query(q: Tensor) -> Tensor:
     """q as the FP8 path sees it: e4m3 with one power-of-two scale a head."""
     wide = q.to(torch.float32)
-    scale = torch.exp2(torch.ceil(torch.log2(wide.abs().amax(-1, keepdim=True).clamp_min(1e-10) / E4M3_MAX)))
+    scale = power_of_two(wide.abs().amax(-1, keepdim=True), 2.0**-120)
     return (wide / scale).to(torch.float8_e4m3fn).to(torch.float32) * scale
 
 
@@ -73,7 +73,8 @@ def _indexer(
     products = torch.relu(torch.einsum("thd,tcd->thc", heads, context) * head_dim**-0.5)
     scores = torch.einsum("thc,th->tc", products, wide[:, head_dim:] * num_heads**-0.5)
     visible = torch.arange(context.shape[1], device=q.device)[None] <= positions[:, None]
-    scores = scores.masked_fill(~(visible & (row_requests >= 0)[:, None]), -torch.inf)
+    real = real_rows(positions, row_requests, block_table)
+    scores = scores.masked_fill(~(visible & real[:, None]), -torch.inf)
     return _best(scores, index_topk), updated
 
 
@@ -116,7 +117,8 @@ def GlmCacheIndex(positions: INT32, row_requests: INT32, block_table: INT32, lay
     place = op.Cast(positions, to=7)
     pages = op.Gather(op.Cast(block_table, to=7), op.Cast(op.Max(row_requests, op.CastLike(0, row_requests)), to=7))
     last_page = op.Gather(op.Shape(block_table), op.Constant(value_int=1)) - 1
-    page = op.GatherElements(pages, op.Min(place / size, last_page), axis=1)
+    # Positions outside the request's pages belong to rows and entries that are masked later; they only have to be legal.
+    page = op.GatherElements(pages, op.Max(op.Min(place / size, last_page), op.Constant(value_int=0)), axis=1)
     layers = op.Expand(op.Constant(value_int=layer), op.Shape(page))
     axis = op.Constant(value_ints=[2])
     return op.Concat(
@@ -125,16 +127,26 @@ def GlmCacheIndex(positions: INT32, row_requests: INT32, block_table: INT32, lay
 
 
 @script(Opset("glm", 1))
+def GlmRealRows(positions: INT32, row_requests: INT32, block_table: INT32):
+    """Which rows are no padding and lie within their request's pages: bool [T]."""
+    none = op.CastLike(0, row_requests)
+    size = 64 * op.Gather(op.Shape(block_table), op.Constant(value_int=1))
+    inside = op.And(op.GreaterOrEqual(positions, none), op.Less(op.Cast(positions, to=7), size))
+    return op.And(op.GreaterOrEqual(row_requests, none), inside)
+
+
+@script(Opset("glm", 1))
 def GlmCacheWrite(cache: FLOAT, rows: FLOAT, positions: INT32, row_requests: INT32, block_table: INT32, layer: int):
-    """Write rows [T, D] at their positions. Padding rows, which are last, repeat row 0's write so that nothing else changes."""
-    zero = op.CastLike(0, row_requests)
-    real = op.GreaterOrEqual(row_requests, zero)
+    """Write real rows [T, D] at their positions. The others repeat the first real row's write; without any, a row is rewritten."""
+    one = op.Constant(value_ints=[1])
+    real = GlmRealRows(positions, row_requests, block_table)
     count = op.Squeeze(op.Shape(row_requests), op.Constant(value_ints=[0]))
     each = op.Range(op.Constant(value_int=0), count, op.Constant(value_int=1))
-    source = op.Where(real, each, op.Constant(value_int=0))
-    place = op.Unsqueeze(op.Gather(positions, source), op.Constant(value_ints=[1]))
-    index = GlmCacheIndex(place, op.Gather(row_requests, source), block_table, layer=layer)
-    return op.ScatterND(cache, op.Squeeze(index, op.Constant(value_ints=[1])), op.Gather(rows, source))
+    source = op.Where(real, each, op.ArgMax(op.Cast(real, to=6), axis=0, keepdims=0))
+    place = op.Unsqueeze(op.Gather(positions, source), one)
+    index = op.Squeeze(GlmCacheIndex(place, op.Gather(row_requests, source), block_table, layer=layer), one)
+    changes = op.Unsqueeze(op.Gather(real, source), one)
+    return op.ScatterND(cache, index, op.Where(changes, op.Gather(rows, source), op.GatherND(cache, index)))
 
 
 @script(Opset("glm", 1))
@@ -174,9 +186,10 @@ def _indexer_body(
     cache_out = GlmCacheWrite(cache, keys, positions, row_requests, block_table, layer=layer)
     by_head = op.Reshape(q, op.Concat(zero, heads, width, axis=0))
     query = GlmIndexerHead(by_head, positions, rope_dim=rope_dim, rope_theta=rope_theta, interleaved=interleaved)
-    nobody = op.CastLike(0, row_requests)
-    request = op.Cast(op.Max(row_requests, nobody), to=7)
-    pages = op.Gather(op.Cast(block_table, to=7), request)
+    request = op.Cast(op.Max(row_requests, op.CastLike(0, row_requests)), to=7)
+    last_page = op.Gather(op.Shape(cache), one) - 1
+    known = op.Max(op.Min(op.Cast(block_table, to=7), last_page), zero)
+    pages = op.Gather(known, request)
     layers = op.Expand(op.Constant(value_int=layer), op.Shape(pages))
     axis = op.Constant(value_ints=[2])
     index = op.Concat(op.Unsqueeze(layers, axis), op.Unsqueeze(pages, axis), axis=2)
@@ -188,7 +201,7 @@ def _indexer_body(
     length = op.Squeeze(op.Slice(op.Shape(scores), one, axis), zero)
     place = op.Unsqueeze(op.Range(op.Constant(value_int=0), length, op.Constant(value_int=1)), zero)
     visible = op.LessOrEqual(place, op.Unsqueeze(op.Cast(positions, to=7), one))
-    real = op.Unsqueeze(op.GreaterOrEqual(row_requests, nobody), one)
+    real = op.Unsqueeze(GlmRealRows(positions, row_requests, block_table), one)
     lowest = op.Constant(value_float=float("-inf"))
     ranked = op.Where(op.IsNaN(scores), op.Constant(value_float=float("inf")), scores)
     seen = op.Where(op.And(visible, real), ranked, lowest)

@@ -1,7 +1,7 @@
 """Multi-head latent attention over a selection list, absorbed form: write this call's latent rows, attend, expand the values.
 
 A cache row is [rms_norm(latent) | rotated key]. Head h scores position s by scale * ((W_UK,h^T q_nope) . c_s + q_rope . k_s) and
-returns W_UV,h (softmax . c). -1 in the list never contributes; an empty list gives zero.
+returns W_UV,h (softmax . c). Entries outside 0 .. the row's own position never contribute; an empty list gives zero.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from onnxscript.onnx_opset import opset23 as op
 from onnxscript.values import Opset
 from torch import Tensor
 
-from glm_mtp_export.ops.indexer import GlmCacheIndex, GlmCacheWrite
+from glm_mtp_export.ops.indexer import GlmCacheIndex, GlmCacheWrite, GlmRealRows
 from glm_mtp_export.ops.norm import normalised
-from glm_mtp_export.ops.paging import latent_rows, latent_rows_written
+from glm_mtp_export.ops.paging import latent_rows, latent_rows_written, real_rows
 from glm_mtp_export.ops.precision import widened
 from glm_mtp_export.ops.record import Attribute, OpRecord, Port, define
 from glm_mtp_export.ops.rope import GlmRotate, rotated
@@ -53,13 +53,17 @@ def _mla_attention(
     heads = widened(q).unflatten(1, (num_heads, nope_dim + rope_dim))
     absorbed = torch.einsum("thn,hnk->thk", heads[..., :nope_dim], w_uk.to(heads.dtype))
     query = torch.cat((absorbed, rotated(heads[..., nope_dim:], positions, rope_theta, interleaved)), -1)
-    keys = latent_rows(updated, layer, kv_lora, selection, row_requests, block_table).to(heads.dtype)
-    listed = (selection >= 0)[:, None]
+    used = (selection >= 0) & (selection <= positions[:, None])
+    places = selection.masked_fill(~used, 0)
+    keys = latent_rows(updated, layer, kv_lora, places, row_requests, block_table).to(heads.dtype)
+    keys = keys.masked_fill(~used[..., None], 0.0)  # 0 * NaN would be NaN
+    listed = used[:, None]
     scores = (torch.einsum("thk,tsk->ths", query, keys) * scale).masked_fill(~listed, -torch.inf)
     weights = torch.softmax(scores, -1).masked_fill(~listed, 0.0)
     context = torch.einsum("ths,tsk->thk", weights, keys[..., :kv_lora])
     out = torch.einsum("thk,hvk->thv", context, w_uv.to(heads.dtype)).flatten(1)
-    return out.masked_fill((row_requests < 0)[:, None], 0.0).to(q.dtype), updated
+    padding = ~real_rows(positions, row_requests, block_table)
+    return out.masked_fill(padding[:, None], 0.0).to(q.dtype), updated
 
 
 def _mla_attention_fake(
@@ -136,18 +140,18 @@ def _mla_attention_body(
     absorbed = op.Transpose(op.MatMul(op.Transpose(plain, perm=[1, 0, 2]), w_uk), perm=[1, 0, 2])
     query = op.Concat(absorbed, turned, axis=2)
     none = op.CastLike(0, selection)
-    listed = op.GreaterOrEqual(selection, none)
-    index = GlmCacheIndex(op.Max(selection, none), row_requests, block_table, layer=layer)
-    keys = op.GatherND(cache_out, index)
+    listed = op.And(op.GreaterOrEqual(selection, none), op.LessOrEqual(selection, op.Unsqueeze(positions, one)))
+    index = GlmCacheIndex(op.Where(listed, selection, none), row_requests, block_table, layer=layer)
+    nothing = op.Constant(value_float=0.0)
+    keys = op.Where(op.Unsqueeze(listed, two), op.GatherND(cache_out, index), nothing)  # 0 * NaN would be NaN
     products = op.MatMul(query, op.Transpose(keys, perm=[0, 2, 1])) * op.Constant(value_float=scale)
     mask = op.Unsqueeze(listed, one)
     scores = op.Where(mask, products, op.Constant(value_float=float("-inf")))
-    weights = op.Where(mask, op.Softmax(scores, axis=-1), op.Constant(value_float=0.0))
+    weights = op.Where(mask, op.Softmax(scores, axis=-1), nothing)
     context = op.MatMul(weights, op.Slice(keys, zero, rank, two))
     expanded = op.MatMul(op.Transpose(context, perm=[1, 0, 2]), op.Transpose(w_uv, perm=[0, 2, 1]))
     flat = op.Reshape(op.Transpose(expanded, perm=[1, 0, 2]), op.Constant(value_ints=[0, -1]))
-    real = op.Unsqueeze(op.GreaterOrEqual(row_requests, op.CastLike(0, row_requests)), one)
-    out = op.Where(real, flat, op.Constant(value_float=0.0))
+    out = op.Where(op.Unsqueeze(GlmRealRows(positions, row_requests, block_table), one), flat, nothing)
     return out, cache_out
 
 

@@ -11,9 +11,14 @@ from torch import Tensor
 
 from glm_mtp_export.ops.precision import E4M3_MAX
 
-__all__ = ["all_index_keys", "index_keys_written", "latent_rows", "latent_rows_written"]
+__all__ = ["all_index_keys", "index_keys_written", "latent_rows", "latent_rows_written", "power_of_two", "real_rows"]
 
 PAGE = 64
+
+
+def real_rows(positions: Tensor, row_requests: Tensor, block_table: Tensor) -> Tensor:
+    """Which rows are no padding and lie within their request's pages: bool [T]."""
+    return (row_requests >= 0) & (positions >= 0) & (positions < PAGE * block_table.shape[1])
 
 
 def _slots(positions: Tensor, requests: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,9 +29,11 @@ def _slots(positions: Tensor, requests: Tensor, block_table: Tensor) -> tuple[Te
     return page, positions.long() % PAGE
 
 
-def _power_of_two(scale: Tensor) -> Tensor:
-    """The smallest power of two not below `scale`."""
-    return torch.exp2(torch.ceil(torch.log2(scale)))
+def power_of_two(amax: Tensor, floor: float) -> Tensor:
+    """The smallest power of two s >= floor with amax <= 448 s, exact: 448 is 7/8 of a power of two."""
+    mantissa, exponent = torch.frexp(amax / 512.0)
+    fits = torch.where(mantissa <= E4M3_MAX / 512.0, exponent, exponent + 1)
+    return torch.ldexp(torch.ones_like(amax), fits).clamp_min(floor)
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -36,7 +43,7 @@ def _bytes(x: Tensor) -> Tensor:
 def _packed_latent(rows: Tensor, kv_lora: int) -> Tensor:
     wide = rows.to(torch.float32)
     groups = torch.nn.functional.pad(wide[:, :kv_lora], (0, -kv_lora % 128)).unflatten(1, (-1, 128))
-    scale = groups.abs().amax(-1).clamp_min(1e-10) / E4M3_MAX
+    scale = power_of_two(groups.abs().amax(-1), 2.0**-100)
     values = (groups / scale[..., None]).to(torch.float8_e4m3fn).flatten(1)[:, :kv_lora]
     return torch.cat((_bytes(values), _bytes(scale), _bytes(wide[:, kv_lora:].bfloat16())), 1)
 
@@ -52,8 +59,8 @@ def _unpacked_latent(rows: Tensor, kv_lora: int) -> Tensor:
 def latent_rows_written(
     cache: Tensor, layer: int, rows: Tensor, kv_lora: int, positions: Tensor, row_requests: Tensor, block_table: Tensor
 ) -> Tensor:
-    """A copy of `cache` with MLA `rows` [T, kv_lora + rope] at their positions; rows of request -1 are skipped."""
-    updated, real = cache.clone(), row_requests >= 0
+    """A copy of `cache` with MLA `rows` [T, kv_lora + rope] at their positions; only `real_rows` are written."""
+    updated, real = cache.clone(), real_rows(positions, row_requests, block_table)
     page, offset = _slots(positions[real], row_requests.long()[real], block_table)
     stored = _packed_latent(rows[real], kv_lora) if cache.dtype == torch.int8 else rows[real].to(cache.dtype)
     updated[layer, page, offset] = stored
@@ -65,21 +72,21 @@ def latent_rows(
 ) -> Tensor:
     """MLA rows at `positions` [T, S] (clamped at 0) of each row's request: [T, S, kv_lora + rope]."""
     page, offset = _slots(positions.clamp_min(0), row_requests.long().clamp_min(0), block_table)
-    rows = cache[layer, page, offset]
+    rows = cache[layer, page.clamp(0, cache.shape[1] - 1), offset]
     return _unpacked_latent(rows, kv_lora) if cache.dtype == torch.int8 else rows
 
 
 def index_keys_written(
     cache: Tensor, layer: int, keys: Tensor, positions: Tensor, row_requests: Tensor, block_table: Tensor
 ) -> Tensor:
-    """A copy of `cache` with index `keys` [T, Di] at their positions; rows of request -1 are skipped."""
-    updated, real = cache.clone(), row_requests >= 0
+    """A copy of `cache` with index `keys` [T, Di] at their positions; only `real_rows` are written."""
+    updated, real = cache.clone(), real_rows(positions, row_requests, block_table)
     page, offset = _slots(positions[real], row_requests.long()[real], block_table)
     if cache.dtype != torch.int8:
         updated[layer, page, offset] = keys[real].to(cache.dtype)
         return updated
     wide, width = keys[real].to(torch.float32), keys.shape[1]
-    scale = _power_of_two(wide.abs().amax(1).clamp_min(1e-4) / E4M3_MAX)
+    scale = power_of_two(wide.abs().amax(1), 2.0**-120)
     flat = updated[layer].view(cache.shape[1], -1)
     lane = torch.arange(width, device=keys.device)
     flat[page[:, None], offset[:, None] * width + lane] = _bytes((wide / scale[:, None]).to(torch.float8_e4m3fn))
@@ -90,7 +97,8 @@ def index_keys_written(
 
 def all_index_keys(cache: Tensor, layer: int, width: int, row_requests: Tensor, block_table: Tensor) -> Tensor:
     """Every key of each row's request in logical order, valid or not: [T, P * 64, Di]."""
-    pages = cache[layer, block_table.long()[row_requests.long().clamp_min(0)]]
+    known = block_table.long().clamp(0, cache.shape[1] - 1)
+    pages = cache[layer, known[row_requests.long().clamp_min(0)]]
     if cache.dtype != torch.int8:
         return pages.flatten(1, 2)
     flat = pages.flatten(2)
