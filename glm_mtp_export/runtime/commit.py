@@ -1,0 +1,100 @@
+"""What of a verified block becomes output: token by token, as if the tokens had come one at a time.
+
+In: a sequence and the block of a call (accepted drafts, then the sure token). Out: how many tokens are kept and whether the host
+put its own last token there. The first of these ends the output: a stop id, a stop string (at the token that completed it),
+max_tokens. A used-up thinking budget replaces the token by `</think>`; what follows it in the block is void. What is cut leaves
+no trace: not in ids, counts, log-probabilities, grammar state or random stream, which is keyed by output position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from glm_mtp_export.runtime.sequence import Sequence
+from glm_mtp_export.runtime.thinking import ThinkingIds
+
+__all__ = ["Committed", "commit_block"]
+
+
+@dataclass(frozen=True)
+class Committed:
+    """`num_kept` tokens of the block are output as they are; `forced` is then appended if not None. `text` is ready to send."""
+
+    num_kept: int
+    forced: int | None = None
+    text: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens added to the output."""
+        return self.num_kept + (self.forced is not None)
+
+
+def commit_block(sequence: Sequence, block: Items[int], ids: ThinkingIds) -> Committed:
+    """Append to the sequence what counts of `block`, and set why it ends if it does."""
+    kept = list(block[: sequence.max_output - sequence.num_output])
+    forced = None
+    if sequence.params.thinking_budget is not None:
+        kept, forced = _within_budget(sequence, kept, ids)
+    kept, forced, stop_id = _up_to_stop_id(sequence, kept, forced)
+    tokens = kept if forced is None else [*kept, forced]
+    text = ""
+    if sequence.detokenizer is not None:
+        visible = tokens if stop_id is None else tokens[:-1]
+        chunk = sequence.detokenizer.push(visible)
+        text = chunk.text
+        if chunk.stop_index is not None:
+            tokens, stop_id = tokens[: chunk.stop_index + 1], None
+            sequence.finish("stop", chunk.stop_string)
+            if len(tokens) <= len(kept):
+                forced = None
+    if not _grammar_takes(sequence, tokens):
+        return Committed(0)
+    _append(sequence, tokens)
+    if stop_id is not None:
+        sequence.finish("stop", stop_id if stop_id in sequence.params.stop_token_ids else None)
+    elif not sequence.is_finished and sequence.num_output >= sequence.max_output:
+        sequence.finish("length")
+    return Committed(len(tokens) - (forced is not None), forced, text)
+
+
+def _within_budget(sequence: Sequence, tokens: list[int], ids: ThinkingIds) -> tuple[list[int], int | None]:
+    budget = sequence.params.thinking_budget
+    phase = sequence.phase.copy()
+    for index, token in enumerate(tokens):
+        if phase.is_open and phase.num_tokens == budget and token != ids.end:
+            return tokens[:index], ids.end
+        phase.advance(token)
+    return tokens, None
+
+
+def _up_to_stop_id(
+    sequence: Sequence, kept: list[int], forced: int | None
+) -> tuple[list[int], int | None, int | None]:
+    first = max(sequence.params.min_tokens - sequence.num_output, 0)
+    for index in range(first, len(kept)):
+        if kept[index] in sequence.stop_ids:
+            return kept[: index + 1], None, kept[index]
+    if forced is not None and forced in sequence.stop_ids and len(kept) >= first:
+        return kept, forced, forced
+    return kept, forced, None
+
+
+def _grammar_takes(sequence: Sequence, tokens: Items[int]) -> bool:
+    """Advance the grammar by committed tokens only; False when the grammar has no way on, which ends the sequence."""
+    if sequence.grammar is None:
+        return True
+    for token in tokens:
+        if not sequence.grammar.advance(token):
+            sequence.finish("error", error="structured_output: no token of the vocabulary continues the answer")
+            return False
+    return True
+
+
+def _append(sequence: Sequence, tokens: Items[int]) -> None:
+    sequence.token_ids.extend(tokens)
+    for token in tokens:
+        sequence.phase.advance(token)
+    if sequence.output_counts is not None:
+        sequence.output_counts.update(tokens)

@@ -1,0 +1,230 @@
+"""How one request is sampled: the parameters, their checks, and what a compiled graph can and cannot do of them.
+
+In: the names and defaults that users of vLLM and OpenAI-style servers know. Out: a frozen `SamplingParams`; `Capabilities` says
+what an artifact was compiled with. What may go wrong: a value out of range, or a parameter the graph was not built for, raises
+`RequestError` naming every such parameter at once; nothing is ignored in silence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from glm_mtp_export.artifact import Manifest
+from glm_mtp_export.errors import RequestError
+
+__all__ = ["BAN_BIAS", "Capabilities", "PENALTY_INPUTS", "SamplingParams", "StructuredOutput"]
+
+BAN_BIAS = -100.0
+"""A logit bias at or below this bans the token; it is the one bias a bitmask can express exactly."""
+
+PENALTY_INPUTS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "output_counts", "prompt_mask")
+"""Graph inputs that must all be compiled in before penalties are offered."""
+
+_GREEDY_BELOW = 1e-5
+
+
+@dataclass(frozen=True)
+class StructuredOutput:
+    """What the answer must match; exactly one of the fields up to `structural_tag` is set.
+
+    `json_schema`: JSON Schema as text; `json_object`: any JSON object; `regex`: a regular expression over the whole answer;
+    `grammar`: EBNF with the root rule `root`; `choice`: one of these strings; `structural_tag`: xgrammar's structural tag as
+    JSON text (tool calls). `any_whitespace`: the model may lay out JSON as it likes, which costs no accuracy; False forces
+    the compact form.
+    """
+
+    json_schema: str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
+    choice: tuple[str, ...] = ()
+    structural_tag: str | None = None
+    any_whitespace: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "choice", tuple(self.choice))
+        kinds = [name for name in self._KINDS if getattr(self, name)]
+        if len(kinds) != 1:
+            found = ", ".join(kinds) or "none"
+            raise RequestError(f"structured_output: found {found}, expected exactly one of {', '.join(self._KINDS)}.")
+
+    _KINDS = ("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Parameters of one request.
+
+    `temperature` below 1e-5 is argmax (lowest id on ties). Truncation order: temperature, top_k, top_p, min_p.
+    `max_tokens` None: as far as the context limit allows; 0: an empty answer without a model call. `min_tokens`: no stop id, no
+    stop string before so many output tokens. `stop` strings end the text before the match; ids, log-probabilities and usage end
+    with the token that completed it. `seed` None: a random one; sequence i of `n` uses seed + i. `logprobs`: number of most
+    likely tokens reported beside the emitted one. `thinking_budget`: after so many tokens inside the thinking phase the next
+    token is `</think>`. `speculative` False: no drafts are verified for this request.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    thinking_budget: int | None = None
+    speculative: bool = True
+    structured_output: StructuredOutput | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias or {})))
+        problems = self._problems()
+        if problems:
+            raise RequestError("Sampling parameters: " + "; ".join(problems) + ".")
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when the next token is the argmax."""
+        return self.temperature < _GREEDY_BELOW
+
+    @property
+    def has_penalties(self) -> bool:
+        """True when the next token depends on which tokens came before by count."""
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+    @property
+    def banned_token_ids(self) -> tuple[int, ...]:
+        """Tokens whose bias forbids them."""
+        return tuple(sorted(t for t, bias in self.logit_bias.items() if bias <= BAN_BIAS))
+
+    def _problems(self) -> list[str]:
+        problems = [*self._number_problems(), *self._count_problems()]
+        if any(not s for s in self.stop):
+            problems.append("stop has an empty string, which would match everywhere")
+        if any(t < 0 for t in (*self.stop_token_ids, *self.logit_bias)):
+            problems.append("stop_token_ids and logit_bias need token ids of 0 or more")
+        if any(not math.isfinite(b) or not -100.0 <= b <= 100.0 for b in self.logit_bias.values()):
+            problems.append("logit_bias values must lie in -100..100")
+        if self.structured_output is not None and self.ignore_eos:
+            problems.append("structured_output ends with a stop id, so it cannot go with ignore_eos")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            problems.append(f"seed is {self.seed}, expected a 64-bit signed integer")
+        return problems
+
+    def _number_problems(self) -> list[str]:
+        ranges = (
+            ("temperature", self.temperature, 0.0, math.inf),
+            ("min_p", self.min_p, 0.0, 1.0),
+            ("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+        )
+        problems = [
+            f"{name} is {value}, expected {low:g}..{high:g}"
+            for name, value, low, high in ranges
+            if not (math.isfinite(value) and low <= value <= high)
+        ]
+        if not 0.0 < self.top_p <= 1.0:
+            problems.append(f"top_p is {self.top_p}, expected above 0 and at most 1")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
+            problems.append(f"repetition_penalty is {self.repetition_penalty}, expected above 0")
+        return problems
+
+    def _count_problems(self) -> list[str]:
+        lowest = (
+            ("n", self.n, 1),
+            ("top_k", self.top_k, -1),
+            ("min_tokens", self.min_tokens, 0),
+            ("max_tokens", self.max_tokens, 0),
+            ("logprobs", self.logprobs, 0),
+            ("thinking_budget", self.thinking_budget, 0),
+        )
+        problems = [
+            f"{name} is {value!r}, expected a whole number of {low} or more"
+            for name, value, low in lowest
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low)
+        ]
+        if not problems and self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            problems.append(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
+        return problems
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What the step graph of an artifact offers beyond plain sampling."""
+
+    vocab_size: int
+    num_speculative_tokens: int
+    has_token_bitmask: bool
+    has_penalties: bool
+    has_logit_bias: bool
+    num_logprobs: int  # -1: none compiled in
+    has_thinking_ids: bool
+    has_tokenizer: bool
+
+    @classmethod
+    def of(cls, manifest: Manifest, has_tokenizer: bool) -> Capabilities:
+        """Read them from the graph inputs the manifest lists."""
+        names = {spec.name for spec in manifest.inputs}
+        return cls(
+            vocab_size=manifest.config.vocab_size,
+            num_speculative_tokens=manifest.speculation.num_speculative_tokens,
+            has_token_bitmask="token_bitmask" in names,
+            has_penalties=names.issuperset(PENALTY_INPUTS),
+            has_logit_bias="logit_bias" in names,
+            num_logprobs=manifest.speculation.num_logprobs,
+            has_thinking_ids="/think" in manifest.thinking_token_ids,
+            has_tokenizer=has_tokenizer,
+        )
+
+    def check(self, params: SamplingParams, has_stop_ids: bool) -> None:
+        """Raise RequestError naming each parameter that this artifact cannot serve exactly."""
+        problems = [*self._mask_problems(params, has_stop_ids), *self._other_problems(params)]
+        if problems:
+            raise RequestError("This artifact cannot serve the request: " + "; ".join(problems) + ".")
+
+    def _mask_problems(self, params: SamplingParams, has_stop_ids: bool) -> list[str]:
+        if self.has_token_bitmask:
+            return []
+        needs = []
+        if params.structured_output is not None:
+            needs.append("structured_output")
+        if params.min_tokens and has_stop_ids:
+            needs.append("min_tokens")
+        if params.banned_token_ids and not self.has_logit_bias:
+            needs.append("logit_bias")
+        hint = "needs the graph input token_bitmask, export with --enable-structured-output"
+        return [f"{name} {hint}" for name in needs]
+
+    def _other_problems(self, params: SamplingParams) -> list[str]:
+        problems = []
+        if params.has_penalties and not self.has_penalties:
+            missing = "presence_penalty, frequency_penalty and repetition_penalty need the graph inputs"
+            problems.append(f"{missing} {', '.join(PENALTY_INPUTS)}, export with --enable-penalties")
+        if not self.has_logit_bias and any(bias > BAN_BIAS for bias in params.logit_bias.values()):
+            problems.append("logit_bias other than -100 needs the graph input logit_bias, export with --enable-penalties")
+        if params.logprobs is not None and params.logprobs > self.num_logprobs:
+            compiled = "none" if self.num_logprobs < 0 else str(self.num_logprobs)
+            problems.append(f"logprobs is {params.logprobs}, compiled in: {compiled}; export with --num-logprobs")
+        if params.thinking_budget is not None and not self.has_thinking_ids:
+            problems.append("thinking_budget needs a tokenizer with the token </think>")
+        if (params.stop or params.structured_output) and not self.has_tokenizer:
+            problems.append("stop strings and structured_output need tokenizer.json beside the artifact")
+        outside = sorted({t for t in (*params.stop_token_ids, *params.logit_bias) if t >= self.vocab_size})
+        if outside:
+            problems.append(f"token ids {outside[:5]} are outside the vocabulary of {self.vocab_size}")
+        return problems

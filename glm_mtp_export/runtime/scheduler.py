@@ -1,0 +1,216 @@
+"""Which rows go into the next call: continuous batching of prefill, chunked prefill and decode rows in one step.
+
+In: waiting and running sequences, an allocator, limits. Out: `ScheduledRow`s with their pages already allocated.
+
+Rules, in order:
+1. Rank is (priority, arrival); lower goes first. Nobody overtakes within a priority: admission stops at the first waiting
+   sequence that does not fit. A lower rank can starve only behind a stream of better priorities; equal ones cannot.
+2. Every running decode row gets its token before any drafts; drafts get what the row budget leaves, after a quarter of it is
+   kept for prefill while someone prefills or waits. Drafts never take more rows than the answer may still have tokens.
+3. Prefill gets the remaining rows in rank order, in chunks.
+4. Pages are taken in rank order. When none are left, the drafts of the row are given up first, then the running sequence of
+   worst rank loses its pages and waits again (recompute). The best-ranked one always advances, so there is no deadlock: a
+   request that would not fit alone is refused on arrival.
+5. Admission needs pages for all tokens of the sequence, not only its first chunk, and never happens in a call that preempted.
+6. The sum of the contexts of a call stays below `max_total_context`; rows beyond it sit the call out.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from dataclasses import dataclass
+
+from glm_mtp_export.artifact import PAGE_SIZE
+from glm_mtp_export.errors import OptionError
+from glm_mtp_export.runtime.drafting import DraftPolicy
+from glm_mtp_export.runtime.paging import PageAllocator, page_count, slots_needed
+from glm_mtp_export.runtime.sequence import Sequence
+
+__all__ = ["ScheduledRow", "Scheduler", "SchedulerConfig"]
+
+_DECODE_ROWS = 2  # a decode row feeds one token, or two after the host replaced a sampled one
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of a call. `max_num_batched_tokens` counts rows, drafts included; contexts count positions."""
+
+    max_batch_size: int = 64
+    max_num_batched_tokens: int = 2048
+    max_chunk_tokens: int = 2048
+    max_total_context: int = 1 << 31
+    enable_prefix_sharing: bool = True
+    enable_adaptive_drafts: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_num_batched_tokens", "max_chunk_tokens", "max_total_context"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} is {getattr(self, name)}, expected 1 or more.")
+        if self.max_num_batched_tokens < self.max_batch_size:
+            raise OptionError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, expected at least max_batch_size "
+                f"{self.max_batch_size}, or some decode rows would never run. Raise one or lower the other."
+            )
+
+
+@dataclass(slots=True)
+class ScheduledRow:
+    """One request of the next call: `num_tokens` committed tokens to feed, then `num_drafts` drafts to verify."""
+
+    sequence: Sequence
+    num_tokens: int
+    num_drafts: int
+
+    @property
+    def is_final(self) -> bool:
+        """True when the call reaches the sequence's last token, so that its sample counts."""
+        return self.num_tokens == self.sequence.num_uncached
+
+
+class Scheduler:
+    """Queues and limits. `num_speculative_tokens` is the compiled K."""
+
+    def __init__(self, config: SchedulerConfig, allocator: PageAllocator, num_speculative_tokens: int) -> None:
+        self.config = config
+        self.allocator = allocator
+        self.num_speculative_tokens = num_speculative_tokens
+        self._drafting = DraftPolicy(num_speculative_tokens, config.enable_adaptive_drafts)
+        self.running: list[Sequence] = []  # sorted by rank
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        self.num_preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences not admitted yet."""
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """True while any sequence waits or runs."""
+        return bool(self.running or self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new or preempted sequence."""
+        heapq.heappush(self._waiting, (sequence.rank, sequence))
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out of queue or batch and give its pages back."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        else:
+            self._waiting = [entry for entry in self._waiting if entry[1] is not sequence]
+            heapq.heapify(self._waiting)
+        self.allocator.release(sequence.drop_pages())
+
+    def schedule(self) -> list[ScheduledRow]:
+        """Rows of the next call in rank order; empty only when nothing waits and nothing runs."""
+        rows, num_rows = self._planned_rows()
+        rows, preempted = self._with_pages(rows)
+        if not preempted:
+            budget = self.config.max_num_batched_tokens - num_rows
+            self._admit(rows, budget)
+        return rows
+
+    def _planned_rows(self) -> tuple[list[ScheduledRow], int]:
+        budget = self.config.max_num_batched_tokens
+        plans: dict[int, ScheduledRow] = {}
+        prefilling = []
+        for sequence in self.running:
+            uncached = len(sequence.token_ids) - sequence.cache_length
+            if uncached <= _DECODE_ROWS:
+                num_tokens = min(uncached, max(budget - len(self.running), 1))
+                plans[sequence.arrival] = ScheduledRow(sequence, num_tokens, 0)
+                budget -= num_tokens
+            else:
+                prefilling.append(sequence)
+        kept = self.config.max_num_batched_tokens // 4 if prefilling or self._waiting else 0
+        spare = budget - kept
+        for row in plans.values():
+            if spare <= 0:
+                break
+            row.num_drafts = min(self._drafting.wanted_drafts(row.sequence), spare) if row.is_final else 0
+            spare -= row.num_drafts
+            budget -= row.num_drafts
+        for sequence in prefilling:
+            if budget <= 0:
+                break
+            num_tokens = min(sequence.num_uncached, budget, self.config.max_chunk_tokens)
+            plans[sequence.arrival] = ScheduledRow(sequence, num_tokens, 0)
+            budget -= num_tokens
+        if prefilling:
+            rows = [plans[s.arrival] for s in self.running if s.arrival in plans]
+        else:
+            rows = list(plans.values())
+        return rows, self.config.max_num_batched_tokens - budget
+
+    def _with_pages(self, rows: list[ScheduledRow]) -> tuple[list[ScheduledRow], bool]:
+        """Give each row its pages in rank order; preempt from the worst rank where the pool is short."""
+        kept: list[ScheduledRow] = []
+        preempted: set[int] = set()
+        context = 0
+        for row in rows:
+            sequence = row.sequence
+            if sequence.arrival in preempted:
+                continue
+            needed = sequence.cache_length + row.num_tokens + row.num_drafts
+            if kept and context + needed > self.config.max_total_context:
+                continue
+            while not self._grow(row):
+                if row.num_drafts:
+                    row.num_drafts = 0
+                    continue
+                victim = self.running[-1]
+                self._preempt(victim)
+                preempted.add(victim.arrival)
+                if victim is sequence:
+                    break
+            if sequence.arrival in preempted:
+                continue
+            context += needed
+            kept.append(row)
+        return kept, bool(preempted)
+
+    def _grow(self, row: ScheduledRow) -> bool:
+        sequence = row.sequence
+        slots = slots_needed(sequence.cache_length, row.num_tokens, row.num_drafts, self.num_speculative_tokens)
+        missing = -(-slots // PAGE_SIZE) - len(sequence.pages)
+        if missing > 0:
+            if missing > self.allocator.num_free:
+                return False
+            sequence.add_pages(self.allocator.allocate(missing))
+        return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        self.running.remove(victim)
+        self.allocator.release(victim.drop_pages())
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        self.add(victim)
+
+    def _admit(self, rows: list[ScheduledRow], budget: int) -> None:
+        context = sum(row.sequence.cache_length + row.num_tokens + row.num_drafts for row in rows)
+        while self._waiting and budget > 0 and len(self.running) < self.config.max_batch_size:
+            sequence = self._waiting[0][1]
+            num_tokens = len(sequence.token_ids)
+            if rows and context + num_tokens > self.config.max_total_context:
+                break
+            shared: list[int] = []
+            if self.config.enable_prefix_sharing:
+                shared = self.allocator.shared_pages(sequence.update_page_keys())
+            needed = page_count(slots_needed(0, num_tokens, 0, self.num_speculative_tokens)) - len(shared)
+            if needed > self.allocator.num_free - sum(map(self.allocator.is_idle, shared)):
+                break
+            heapq.heappop(self._waiting)
+            self.allocator.retain(shared)
+            sequence.add_pages(shared)
+            sequence.add_pages(self.allocator.allocate(needed))
+            sequence.cache_length = len(shared) * PAGE_SIZE
+            sequence.num_registered = len(shared)
+            if sequence.num_cached_tokens < 0:
+                sequence.num_cached_tokens = sequence.cache_length
+            insort(self.running, sequence, key=lambda s: s.rank)
+            row = ScheduledRow(sequence, min(sequence.num_uncached, budget, self.config.max_chunk_tokens), 0)
+            rows.append(row)
+            budget -= row.num_tokens
+            context += num_tokens

@@ -1,0 +1,89 @@
+"""The step contract between the engine on the host and whatever runs the step graph.
+
+In: `StepInputs`, host arrays of one call (architecture of the graph: `glm_mtp_export.artifact.step_inputs`). Out: `StepOutputs`.
+A session owns the four paged caches; the host only names pages and lengths. What may go wrong: a session that cannot run raises
+`EngineError`; a NaN in one request is no error of the call but `next_tokens == -1` for that request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glm_mtp_export.artifact import Manifest
+
+__all__ = ["StepInputs", "StepOutputs", "StepSession"]
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Host arrays of one call: B requests, T rows, P pages a request, W = max(K, 1). Optional ones follow the manifest."""
+
+    token_ids: Int32  # [T]
+    row_offsets: Int32  # [B+1]
+    num_drafts: Int32  # [B]
+    draft_tokens: Int32  # [B, W]
+    cache_lengths: Int32  # [B]
+    block_table: Int32  # [B, P]; unused entries name page 0
+    next_prompt_token: Int32  # [B]; -1: use the sampled one
+    temperature: Float32  # [B]
+    top_k: Int32  # [B]
+    top_p: Float32  # [B]
+    min_p: Float32  # [B]
+    seed: NDArray[np.int64]  # [B]
+    sample_offset: Int32  # [B]
+    in_thinking_phase: NDArray[np.bool_]  # [B]
+    relaxed_delta: Float32 | None = None  # [1]
+    token_bitmask: Int32 | None = None  # [B, K+1, ceil(V/32)]
+    presence_penalty: Float32 | None = None  # [B]
+    frequency_penalty: Float32 | None = None  # [B]
+    repetition_penalty: Float32 | None = None  # [B]
+    output_counts: Int32 | None = None  # [B, V], committed output tokens by id
+    prompt_mask: Int32 | None = None  # [B, V], 1 where the prompt has the id
+    logit_bias: Float32 | None = None  # [B, V]
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in the call."""
+        return len(self.num_drafts)
+
+    def feeds(self) -> dict[str, NDArray[np.generic]]:
+        """Arrays by graph input name, absent ones left out."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """Host arrays a call gives back."""
+
+    num_accepted: Int32  # [B]
+    next_tokens: Int32  # [B]; -1: NaN in this request
+    next_draft_tokens: Int32 | None = None  # [B, K]
+    committed_logprobs: Float32 | None = None  # [B, K+1]
+    top_ids: Int32 | None = None  # [B, K+1, n]
+    top_logprobs: Float32 | None = None  # [B, K+1, n]
+
+
+class StepSession(Protocol):
+    """A loaded step graph with its caches. Not safe to call from two threads at once."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the graph is."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of each of the four pools."""
+
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        """One call; the caches change in place."""
+
+    def close(self) -> None:
+        """Give the memory back; further calls are a bug."""

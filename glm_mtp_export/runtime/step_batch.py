@@ -1,0 +1,113 @@
+"""From scheduled rows to the arrays of one call.
+
+In: rows with their pages. Out: `StepInputs`. Only arrays the artifact's graph has are filled; penalties and biases of a call
+cost [B, V] arrays and are built only when the graph was compiled for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+
+from glm_mtp_export.artifact import PAGE_SIZE, Manifest
+from glm_mtp_export.runtime.masks import TokenMasks
+from glm_mtp_export.runtime.paging import slots_needed
+from glm_mtp_export.runtime.sampling import Capabilities
+from glm_mtp_export.runtime.scheduler import ScheduledRow
+from glm_mtp_export.runtime.session import Float32, Int32, StepInputs
+
+__all__ = ["StepBatcher"]
+
+
+class StepBatcher:
+    """Builds the inputs of every call for one artifact."""
+
+    def __init__(self, manifest: Manifest, capabilities: Capabilities) -> None:
+        self._speculation = manifest.speculation
+        self._capabilities = capabilities
+        self._num_drafts = manifest.speculation.num_speculative_tokens
+        self._masks = TokenMasks(capabilities) if capabilities.has_token_bitmask else None
+        delta = self._speculation.relaxed_delta
+        relaxed = self._speculation.use_relaxed_acceptance_for_thinking
+        self._relaxed_delta = np.array([delta], dtype=np.float32) if relaxed else None
+
+    def inputs(self, rows: Items[ScheduledRow]) -> StepInputs:
+        """Arrays of one call; row b of each belongs to rows[b]."""
+        token_ids, row_offsets, next_prompt_token = self._fed_tokens(rows)
+        sequences = [row.sequence for row in rows]
+        params = [s.params for s in sequences]
+        drafts = np.zeros((len(rows), self._speculation.draft_width), dtype=np.int32)
+        for b, row in enumerate(rows):
+            if row.num_drafts:
+                drafts[b, : row.num_drafts] = row.sequence.drafts[: row.num_drafts]
+        return StepInputs(
+            token_ids=token_ids,
+            row_offsets=row_offsets,
+            num_drafts=np.array([row.num_drafts for row in rows], dtype=np.int32),
+            draft_tokens=drafts,
+            cache_lengths=np.array([s.cache_length for s in sequences], dtype=np.int32),
+            block_table=self._block_table(rows),
+            next_prompt_token=next_prompt_token,
+            temperature=np.array([p.temperature for p in params], dtype=np.float32),
+            top_k=np.array([p.top_k for p in params], dtype=np.int32),
+            top_p=np.array([p.top_p for p in params], dtype=np.float32),
+            min_p=np.array([p.min_p for p in params], dtype=np.float32),
+            seed=np.array([s.seed for s in sequences], dtype=np.int64),
+            sample_offset=np.array([len(s.token_ids) - s.num_prompt for s in sequences], dtype=np.int32),
+            in_thinking_phase=np.array([s.phase.is_open for s in sequences], dtype=np.bool_),
+            relaxed_delta=self._relaxed_delta,
+            token_bitmask=None if self._masks is None else self._masks.bitmask(rows),
+            **self._penalties(rows),
+        )
+
+    def _fed_tokens(self, rows: Items[ScheduledRow]) -> tuple[Int32, Int32, Int32]:
+        tokens: list[int] = []
+        offsets = [0]
+        following = []
+        for row in rows:
+            sequence = row.sequence
+            end = sequence.cache_length + row.num_tokens
+            tokens += sequence.token_ids[sequence.cache_length : end]
+            if row.num_drafts:
+                tokens += [0] * row.num_drafts
+            offsets.append(len(tokens))
+            following.append(sequence.token_ids[end] if end < len(sequence.token_ids) else -1)
+        return (
+            np.array(tokens, dtype=np.int32),
+            np.array(offsets, dtype=np.int32),
+            np.array(following, dtype=np.int32),
+        )
+
+    def _block_table(self, rows: Items[ScheduledRow]) -> Int32:
+        widths = [
+            -(-slots_needed(r.sequence.cache_length, r.num_tokens, r.num_drafts, self._num_drafts) // PAGE_SIZE)
+            for r in rows
+        ]
+        table = np.zeros((len(rows), max(widths)), dtype=np.int32)
+        for b, row in enumerate(rows):
+            table[b, : widths[b]] = row.sequence.page_row[: widths[b]]
+        return table
+
+    def _penalties(self, rows: Items[ScheduledRow]) -> dict[str, Int32 | Float32]:
+        arrays: dict[str, Int32 | Float32] = {}
+        shape = (len(rows), self._capabilities.vocab_size)
+        params = [row.sequence.params for row in rows]
+        if self._capabilities.has_penalties:
+            for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+                arrays[name] = np.array([getattr(p, name) for p in params], dtype=np.float32)
+            counts, prompt = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
+            for b, row in enumerate(rows):
+                known = row.sequence.output_counts
+                if known is not None:
+                    prompt[b, row.sequence.token_ids[: row.sequence.num_prompt]] = 1
+                    if known:
+                        counts[b, list(known)] = list(known.values())
+            arrays["output_counts"], arrays["prompt_mask"] = counts, prompt
+        if self._capabilities.has_logit_bias:
+            bias = np.zeros(shape, dtype=np.float32)
+            for b, p in enumerate(params):
+                for token, value in p.logit_bias.items():
+                    bias[b, token] = -np.inf if token in p.banned_token_ids else value
+            arrays["logit_bias"] = bias
+        return arrays

@@ -1,0 +1,129 @@
+"""Answers that must match a schema, regular expression, grammar or list: xgrammar's matcher, applied to verified blocks.
+
+In: the tokenizer and a `StructuredOutput`. Out: a `GrammarState` per sequence that fills the mask of each slot and advances by
+committed tokens only. Looking ahead over drafts always rolls back, so a rejected draft never moves the matcher.
+
+The thinking part is free: when the prompt leaves the thinking phase open, the grammar starts after `</think>`, which itself is
+not fed to it. After the end of the answer only stop ids are allowed. A draft the grammar forbids ends the look-ahead: its slot's
+mask rejects it, so later slots are never used. Control tokens (roles, end of text) cannot appear inside a string.
+
+What may go wrong: an unusable schema or grammar raises `RequestError` with xgrammar's reason; xgrammar absent raises
+`MissingDependencyError`. It is imported on first use, since it brings torch with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Items
+from functools import lru_cache
+from typing import Any
+
+from glm_mtp_export.errors import MissingDependencyError, RequestError
+from glm_mtp_export.runtime.masks import token_words
+from glm_mtp_export.runtime.sampling import StructuredOutput
+from glm_mtp_export.runtime.session import Int32
+from glm_mtp_export.runtime.tokenizer import Tokenizer
+
+__all__ = ["GrammarCompiler", "GrammarState"]
+
+_JSON_STRING_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+class GrammarCompiler:
+    """Compiles requests' structures for one vocabulary; equal structures are compiled once."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"structured_output needs the package xgrammar ({error}). Install it: pip install 'xgrammar>=0.2.9'."
+            ) from error
+        self._xgrammar: Any = xgrammar
+        self._vocab_size = vocab_size
+        hidden = tokenizer.hidden_ids()
+        vocabulary = [b"" if i in hidden else tokenizer.token_bytes(i) for i in range(len(tokenizer))]
+        info = xgrammar.TokenizerInfo(
+            vocabulary,
+            xgrammar.VocabType.RAW,
+            vocab_size=vocab_size,
+            stop_token_ids=list(tokenizer.eos_ids),
+        )
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+        self._compiled = lru_cache(maxsize=128)(self._compile)
+
+    def state(
+        self, structure: StructuredOutput, stop_ids: frozenset[int], thinking_end: int | None, in_thinking: bool
+    ) -> GrammarState:
+        """A fresh state; with `in_thinking` the grammar waits for `thinking_end`."""
+        compiled = self._compiled(structure)
+        matcher = self._xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(stop_ids))
+        waits_for = thinking_end if in_thinking else None
+        return GrammarState(matcher, stop_ids, waits_for, -(-self._vocab_size // 32))
+
+    def _compile(self, structure: StructuredOutput) -> Any:
+        try:
+            if structure.json_schema is not None:
+                return self._compiler.compile_json_schema(structure.json_schema, any_whitespace=structure.any_whitespace)
+            if structure.json_object:
+                return self._compiler.compile_json_schema('{"type": "object"}', any_whitespace=structure.any_whitespace)
+            if structure.regex is not None:
+                return self._compiler.compile_regex(structure.regex)
+            if structure.choice:
+                return self._compiler.compile_grammar(_choice_grammar(structure.choice))
+            if structure.structural_tag is not None:
+                return self._compiler.compile_structural_tag(json.loads(structure.structural_tag))
+            return self._compiler.compile_grammar(structure.grammar)
+        except Exception as error:  # the binding raises RuntimeError, ValueError and pydantic's own
+            raise RequestError(f"structured_output cannot be compiled: {error}. Correct it and send it again.") from error
+
+
+class GrammarState:
+    """Matcher of one sequence."""
+
+    def __init__(self, matcher: Any, stop_ids: frozenset[int], waits_for: int | None, num_words: int) -> None:
+        self._matcher = matcher
+        self._waits_for = waits_for
+        self._only_stops = token_words(stop_ids, num_words)
+
+    def fill(self, slots: Int32, drafts: Items[int]) -> None:
+        """Write the masks of slots 0..len(drafts) into `slots` [K+1, words]; the state stays as it was."""
+        waits_for = self._waits_for
+        num_taken = 0
+        for j in range(len(drafts) + 1):
+            if waits_for is None:
+                if self._matcher.is_terminated():
+                    slots[j] = self._only_stops
+                else:
+                    self._matcher.fill_next_token_bitmask(slots, j)
+            if j == len(drafts):
+                break
+            if waits_for is not None:
+                waits_for = None if drafts[j] == waits_for else waits_for
+            elif self._matcher.is_terminated() or not self._matcher.accept_token(drafts[j]):
+                break
+            else:
+                num_taken += 1
+        if num_taken:
+            self._matcher.rollback(num_taken)
+
+    def advance(self, token: int) -> bool:
+        """Take one committed token; False when the grammar does not allow it."""
+        if self._waits_for is not None:
+            if token == self._waits_for:
+                self._waits_for = None
+            return True
+        if self._matcher.is_terminated():
+            return True
+        return bool(self._matcher.accept_token(token))
+
+
+def _choice_grammar(choice: Items[str]) -> str:
+    """EBNF that allows exactly these strings."""
+    return "root ::= " + " | ".join('"' + "".join(_escaped(c) for c in text) + '"' for text in choice)
+
+
+def _escaped(character: str) -> str:
+    if character in _JSON_STRING_ESCAPES:
+        return _JSON_STRING_ESCAPES[character]
+    return f"\\u{ord(character):04x}" if ord(character) < 0x20 else character
