@@ -124,6 +124,8 @@ _IGNORED_KEYS = {
 }  # fmt: skip
 _LAYER_TYPES = ("deepseek_sparse_attention", "indexed_attention")
 _MISSING = object()
+# Far above any released model; they keep a damaged config from asking for gigabytes of names.
+_MOST_LAYERS, _MOST_MTP_MODULES, _MOST_EXPERTS = 1024, 16, 4096
 
 
 class _Fields:
@@ -148,8 +150,9 @@ class _Fields:
             raise self.error(name, value, expected)
         return value
 
-    def count(self, name: str, default: Any = _MISSING, least: int = 1) -> int:
-        value: int = self.get(name, lambda v: _is_int(v) and v >= least, f"an integer of at least {least}", default)
+    def count(self, name: str, default: Any = _MISSING, least: int = 1, most: int = 2**31 - 1) -> int:
+        expected = f"an integer of {least} to {most}"
+        value: int = self.get(name, lambda v: _is_int(v) and least <= v <= most, expected, default)
         return value
 
     def number(self, name: str, default: Any = _MISSING) -> float:
@@ -181,14 +184,14 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     """
     fields = _Fields(raw, where)
     _check_family(fields)
-    layers = fields.count("num_hidden_layers")
+    layers = fields.count("num_hidden_layers", most=_MOST_LAYERS)
     experts = _expert_count(fields)
     theta = _rope_theta(fields)
     values: dict[str, Any] = dict(
         vocab_size=fields.count("vocab_size"),
         hidden_size=fields.count("hidden_size"),
         num_hidden_layers=layers,
-        num_nextn_predict_layers=fields.count("num_nextn_predict_layers", 0, least=0),
+        num_nextn_predict_layers=fields.count("num_nextn_predict_layers", 0, least=0, most=_MOST_MTP_MODULES),
         num_attention_heads=fields.count("num_attention_heads"),
         q_lora_rank=fields.count("q_lora_rank"),
         kv_lora_rank=fields.count("kv_lora_rank"),
@@ -277,7 +280,7 @@ def _check_family(fields: _Fields) -> None:
 def _expert_count(fields: _Fields) -> int:
     """`num_experts` and `num_local_experts` are aliases; shared experts are never part of the count."""
     names = [n for n in ("n_routed_experts", "num_experts", "num_local_experts") if fields.raw.get(n) is not None]
-    counts = [fields.count(n) for n in names or ["n_routed_experts"]]
+    counts = [fields.count(n, most=_MOST_EXPERTS) for n in names or ["n_routed_experts"]]
     fields.seen.update(("num_experts", "num_local_experts"))
     if len(set(counts)) > 1:
         raise fields.error(names[1], counts[1], f"{counts[0]}, the value of {names[0]} (it is an alias)")
