@@ -91,9 +91,9 @@ def _accept(
     if relaxed_topk > 0:
         ended = torch.isin(drafts, torch.tensor(thinking_end_ids, device=logits.device)).cumsum(1) > 0
         relaxed = (in_thinking_phase & (temperature >= 1e-5))[:, None] & ~ended
-        probability = torch.softmax(logits.masked_fill(logits.isnan(), -torch.inf), 1)
-        order = torch.argsort(probability, dim=1, descending=True, stable=True)[:, : min(relaxed_topk, vocab)]
-        best = probability.gather(1, order)
+        finite = logits.masked_fill(logits.isnan(), -torch.inf)
+        order = torch.argsort(finite, dim=1, descending=True, stable=True)[:, : min(relaxed_topk, vocab)]
+        best = torch.softmax(finite, 1).gather(1, order)
         near = (order == drafts.reshape(-1, 1)) & (best >= best[:, :1] - relaxed_delta)
         rejected = torch.where(relaxed, ~near.any(1).view(batch, num_slots), rejected)
         recovered = torch.where(relaxed, order[:, 0].view(batch, num_slots), recovered)
@@ -178,7 +178,8 @@ def GlmNear(logits: FLOAT, drafts: INT64, relaxed_delta: FLOAT, relaxed_topk: in
     one = op.Constant(value_ints=[1])
     vocab = op.Slice(op.Shape(logits), one, op.Constant(value_ints=[2]), op.Constant(value_ints=[0]))
     width = op.Min(op.Max(op.Reshape(op.Constant(value_int=relaxed_topk), one), one), vocab)
-    best, order = op.TopK(op.Softmax(logits, axis=-1), width, axis=1)
+    _best, order = op.TopK(logits, width, axis=1)
+    best = op.GatherElements(op.Softmax(logits, axis=-1), order, axis=1)
     first = op.Slice(best, op.Constant(value_ints=[0]), one, one)
     hit = op.And(op.Equal(order, drafts), op.GreaterOrEqual(best, first - relaxed_delta))
     near = op.ReduceMax(op.Cast(hit, to=6), one, keepdims=1)
@@ -350,8 +351,12 @@ mask_logits = define(
 def _token_logprobs(logits: Tensor, committed: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
     logprobs = torch.log_softmax(logits, 1).view(*committed.shape, -1)
     chosen = logprobs.gather(2, committed.long().clamp_min(0)[..., None])[..., 0]
-    order = torch.argsort(logprobs, dim=2, descending=True, stable=True)[..., : max(top_n, 1)]
-    return chosen, order.int(), logprobs.gather(2, order)
+    if top_n == 0:
+        return chosen, torch.full_like(committed, -1)[..., None], torch.zeros_like(chosen)[..., None]
+    missing = max(top_n - logits.shape[1], 0)
+    order = torch.argsort(logits.view_as(logprobs), dim=2, descending=True, stable=True)[..., :top_n]
+    best = torch.nn.functional.pad(logprobs.gather(2, order), (0, missing), value=-torch.inf)
+    return chosen, torch.nn.functional.pad(order, (0, missing), value=-1).int(), best
 
 
 def _token_logprobs_fake(logits: Tensor, committed: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -366,15 +371,26 @@ def _token_logprobs_body(logits: FLOAT, committed: INT32, top_n: int):
     logprobs = op.Reshape(op.LogSoftmax(logits, axis=1), shape)
     index = op.Unsqueeze(op.Cast(op.Max(committed, op.CastLike(0, committed)), to=7), op.Constant(value_ints=[2]))
     chosen = op.Squeeze(op.GatherElements(logprobs, index, axis=2), op.Constant(value_ints=[2]))
-    width = op.Max(op.Reshape(op.Constant(value_int=top_n), one), one)
-    top_logprobs, order = op.TopK(logprobs, width, axis=2)
-    return chosen, op.Cast(order, to=6), top_logprobs
+    wanted = op.Reshape(op.Constant(value_int=top_n), one)
+    width = op.Max(wanted, one)
+    vocab = op.Slice(op.Shape(logits), one, op.Constant(value_ints=[2]), op.Constant(value_ints=[0]))
+    known = op.Min(width, vocab)
+    # Ranked by logits: rounding makes log-probabilities equal where logits are not.
+    _best, order = op.TopK(op.Reshape(logits, shape), known, axis=2)
+    best = op.GatherElements(logprobs, order, axis=2)
+    # Columns past the vocabulary, and the one column that top_n = 0 leaves, name nobody.
+    fill = op.Concat(op.Constant(value_ints=[0, 0, 0, 0, 0]), width - known, axis=0)
+    padded = op.Pad(best, fill, op.Constant(value_float=float("-inf")))
+    ids = op.Pad(op.Cast(order, to=6), fill, op.Cast(op.Constant(value_int=-1), to=6))
+    off = op.Equal(wanted, op.Constant(value_ints=[0]))
+    top_ids = op.Where(off, op.CastLike(-1, ids), ids)
+    return chosen, top_ids, op.Where(off, op.Constant(value_float=0.0), padded)
 
 
 token_logprobs = define(
     OpRecord(
         "GlmTokenLogprobs",
-        "Log-softmax of the unmasked logits at committed tokens, and the likeliest tokens of each slot.",
+        "Log-softmax of the unmasked logits at committed tokens, and the likeliest tokens of each slot (none: id -1).",
         (Port("logits", "float32", ("B*num_slots", "V")), Port("committed", "int32", ("B", "num_slots"))),
         (
             Port("logprobs", "float32", ("B", "num_slots")),
