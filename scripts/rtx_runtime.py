@@ -62,7 +62,7 @@ def pack(out: Path) -> Path:
     archive = out.with_name(out.name + ".tar.xz")
     with archive.open("wb") as stream:
         tar = subprocess.Popen(["tar", "cf", "-", "-C", str(out), "."], stdout=subprocess.PIPE)
-        subprocess.run(["xz", "-T2", "--x86", "--lzma2=preset=6,dict=64MiB"], stdin=tar.stdout, stdout=stream, check=True)
+        subprocess.run(["xz", "--x86", "--lzma2=preset=9e,dict=256MiB"], stdin=tar.stdout, stdout=stream, check=True)
         if tar.wait():
             raise SystemExit(f"tar failed with {tar.returncode}")
     return archive
