@@ -33,7 +33,8 @@ def _draft_layer(
     `selection` None: the layer's own indexer runs.
     """
     scope = weights.scope("draft.layers.0")
-    token_half = ops.rms_norm(embedded(weights, token_ids), scope["enorm"], config.rms_norm_eps, 0)
+    table = scope["embed"] if "embed" in scope else weights["target.embed"]
+    token_half = ops.rms_norm(embedded(table, token_ids), scope["enorm"], config.rms_norm_eps, 0)
     hidden_half = ops.rms_norm(hidden, scope["hnorm"], config.rms_norm_eps, 0)
     joined = scope.linear("eh_proj", torch.cat((token_half, hidden_half), dim=1))
     slot = 0 if selection is None else None
@@ -59,13 +60,14 @@ def draft_tokens(
     accepted row; next_positions i32 [B]: where the second step's row sits.
     """
     scope = weights.scope("draft.layers.0")
+    head = scope["lm_head"] if "lm_head" in scope else weights["target.lm_head"]
     branch, residual, selection = _draft_layer(config, weights, shifted, hidden, rows, caches, None)
     branch, residual = (torch.index_select(x, 0, last_rows) for x in (branch, residual))
     shared = torch.index_select(selection, 0, last_rows) if config.index_share_for_mtp_iteration else None
     proposals: list[Tensor] = []
     while True:
         carried, _ = ops.add_rms_norm(branch, residual, scope["shared_head_norm"], config.rms_norm_eps)
-        proposals.append(ops.head_argmax(carried, weights["target.lm_head"], valid_vocab))
+        proposals.append(ops.head_argmax(carried, head, valid_vocab))
         step = len(proposals)
         if step == num_tokens:
             return torch.stack(proposals, dim=1)

@@ -14,9 +14,9 @@ from glm_mtp_export.graph.weights import Weights
 __all__ = ["decoder_layer", "embedded", "target_hidden"]
 
 
-def embedded(weights: Weights, token_ids: Tensor) -> Tensor:
-    """Rows of the target's embedding, which the draft shares: [T, H]."""
-    return torch.nn.functional.embedding(token_ids, weights["target.embed"])
+def embedded(table: Tensor, token_ids: Tensor) -> Tensor:
+    """Rows of an embedding [V, H]: [T, H]."""
+    return torch.nn.functional.embedding(token_ids, table)
 
 
 def decoder_layer(
@@ -47,7 +47,7 @@ def decoder_layer(
 
 def target_hidden(config: ModelConfig, weights: Weights, token_ids: Tensor, rows: Rows, caches: Caches) -> Tensor:
     """Hidden states of all rows after the final norm [T, H]; writes both target caches."""
-    branch, selection, residual = None, None, embedded(weights, token_ids)
+    branch, selection, residual = None, None, embedded(weights["target.embed"], token_ids)
     slots = {layer: slot for slot, layer in enumerate(config.full_layers)}
     for layer in range(config.num_hidden_layers):
         branch, residual, selection = decoder_layer(

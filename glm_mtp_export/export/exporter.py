@@ -1,0 +1,240 @@
+"""`glm-mtp export`: checkpoint in, artifact directory out.
+
+The directory appears whole or not at all: everything is written under a temporary name beside it and renamed at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from glm_mtp_export.artifact import (
+    DEVICE,
+    MANIFEST_NAME,
+    PORTABLE,
+    STEP_NAME,
+    WEIGHTS_NAME,
+    CacheSpec,
+    Manifest,
+    WeightEntry,
+    cache_specs,
+    file_record,
+    step_inputs,
+    step_outputs,
+)
+from glm_mtp_export.checkpoint.plan import stored_dtype, weight_plan
+from glm_mtp_export.checkpoint.view import CheckpointView
+from glm_mtp_export.checkpoint.weights import materialise, write_entry
+from glm_mtp_export.config import SpeculationConfig
+from glm_mtp_export.errors import ArtifactError, OptionError
+from glm_mtp_export.export.assemble import (
+    op_counts,
+    weight_offsets,
+    with_bodies,
+    with_external_weights,
+    with_named_dimensions,
+)
+from glm_mtp_export.export.reference import REFERENCE_NAME, write_reference
+from glm_mtp_export.export.semantics import semantic_choices
+from glm_mtp_export.export.trace import traced_step
+from glm_mtp_export.export.vocabulary import TOKENIZER_FILES, Vocabulary, read_vocabulary
+
+__all__ = ["ExportOptions", "export_checkpoint"]
+
+# The reference run holds all weights in memory as float32; beyond this it is left out and the manifest says so.
+_REFERENCE_LIMIT_BYTES = 4 << 30
+MAX_SPECULATIVE_TOKENS = 8
+Progress = Callable[[str, int, int], None]  # stage, done, total
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """dtype None: as stored. cache_dtype None: float32 in the portable dialect, bfloat16 in the device dialect."""
+
+    dialect: str = PORTABLE
+    dtype: str | None = None
+    cache_dtype: str | None = None
+    speculation: SpeculationConfig = SpeculationConfig()
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        k, spec = self.speculation.num_speculative_tokens, self.speculation
+        if not 0 <= k <= MAX_SPECULATIVE_TOKENS:
+            raise OptionError(f"--num-speculative-tokens is {k}, expected 0..{MAX_SPECULATIVE_TOKENS}.")
+        if spec.relaxed_topk < 1:
+            raise OptionError(f"--relaxed-topk is {spec.relaxed_topk}, expected 1 or more.")
+        if not 0.0 <= spec.relaxed_delta <= 1.0:
+            raise OptionError(f"--relaxed-delta is {spec.relaxed_delta}, expected a probability, 0..1.")
+        if self.dialect not in (PORTABLE, DEVICE):
+            raise OptionError(f"--dialect is {self.dialect!r}, expected '{PORTABLE}' or '{DEVICE}'.")
+        allowed = ("float32",) if self.dialect == PORTABLE else ("bfloat16", "float8_e4m3fn")
+        if self.cache_dtype is not None and self.cache_dtype not in allowed:
+            raise OptionError(
+                f"--cache-dtype is {self.cache_dtype!r}, expected {' or '.join(allowed)} in the {self.dialect} dialect."
+            )
+
+
+def _ignore(stage: str, done: int, total: int) -> None:
+    """No progress display."""
+
+
+def export_checkpoint(
+    checkpoint: Path, out: Path, options: ExportOptions = ExportOptions(), progress: Progress = _ignore
+) -> Manifest:
+    """Export `checkpoint` to directory `out` and return the manifest that was written.
+
+    Raises ConfigError, CheckpointError or OptionError before anything is written, ArtifactError when writing fails.
+    """
+    _check_target(out, options.overwrite)
+    view = CheckpointView.open(checkpoint)
+    dtype = options.dtype or stored_dtype(view)
+    speculation = options.speculation
+    with_draft = speculation.num_speculative_tokens > 0
+    weights = weight_plan(view, options.dialect, dtype, with_draft)
+    vocabulary = read_vocabulary(checkpoint, view.config)
+    cache_dtype = options.cache_dtype or ("float32" if options.dialect == PORTABLE else "bfloat16")
+    caches = cache_specs(view.config, options.dialect, cache_dtype, with_draft)
+    _check_space(out, weights if options.dialect == PORTABLE else ())
+    progress("trace", 0, 1)
+    model = traced_step(view.config, speculation, caches, weights, vocabulary.size, vocabulary.thinking_end_ids)
+    progress("trace", 1, 1)
+    inputs, outputs = step_inputs(view.config, speculation, caches), step_outputs(speculation, caches)
+    with_named_dimensions(model, (*inputs, *outputs))
+    if options.dialect == PORTABLE:
+        with_bodies(model)
+        with_external_weights(model, weights, WEIGHTS_NAME)
+    with _appearing_whole(out) as folder:
+        (folder / STEP_NAME).write_bytes(model.SerializeToString(deterministic=True))
+        if options.dialect == PORTABLE:
+            _write_weights(view, weights, folder / WEIGHTS_NAME, progress)
+            _write_reference(view, weights, caches, vocabulary, speculation, folder, progress)
+        for name in TOKENIZER_FILES:
+            if (checkpoint / name).is_file():
+                shutil.copyfile(checkpoint / name, folder / name)
+        manifest = Manifest(
+            dialect=options.dialect,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+            config=view.config,
+            speculation=speculation,
+            caches=caches,
+            inputs=inputs,
+            outputs=outputs,
+            weights=weights,
+            ops=op_counts(model),
+            semantics=semantic_choices(view.config, speculation, vocabulary.size),
+            files={p.name: file_record(p) for p in sorted(folder.iterdir())},
+            tokenizer_size=vocabulary.size,
+            thinking_token_ids=dict(vocabulary.markers),
+            checkpoint=str(checkpoint),
+            toolchain={name: version(name) for name in ("torch", "onnx", "onnxscript")},
+        )
+        (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+    return manifest
+
+
+def _check_target(out: Path, overwrite: bool) -> None:
+    """Refuse to replace what is not an artifact, or an artifact without being told to."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not (out / MANIFEST_NAME).is_file():
+        raise OptionError(f"--output {out} exists and is not an artifact. Choose another directory.")
+    if not overwrite:
+        raise OptionError(
+            f"--output {out} holds an artifact. Add --overwrite to replace it, or choose another directory."
+        )
+
+
+def _check_space(out: Path, weights: Sequence[WeightEntry]) -> None:
+    """Refuse before writing when the disk cannot take the weights file."""
+    _, needed = weight_offsets(weights)
+    folder = out.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ArtifactError(
+            f"{out}: the weights need {needed:,} bytes, {free:,} are free. Free space or export elsewhere."
+        )
+
+
+@contextmanager
+def _appearing_whole(out: Path) -> Iterator[Path]:
+    """A temporary folder beside `out` that takes its place at the end, fsynced, or vanishes."""
+    folder = out.absolute().with_name(f".{out.name}.{os.getpid()}.tmp")
+    retired = folder.with_suffix(".old")
+    try:
+        folder.mkdir(parents=True)
+        yield folder
+        for path in (*folder.iterdir(), folder):
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        if out.exists():
+            out.rename(retired)
+        folder.rename(out)
+    except OSError as error:
+        raise ArtifactError(f"{out}: cannot be written ({error}). Free space or choose another directory.") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(retired, ignore_errors=True)
+
+
+def _write_weights(view: CheckpointView, weights: Sequence[WeightEntry], path: Path, progress: Progress) -> None:
+    """Stream every weight to its offset; memory stays at one piece of one tensor."""
+    offsets, size = weight_offsets(weights)
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        progress("weights", done, size)
+
+    with path.open("wb") as file:
+        for entry in weights:
+            file.seek(offsets[entry.name])
+            write_entry(view, entry, file, advance)
+        file.truncate(size)
+    progress("weights", size, size)
+
+
+def _write_reference(
+    view: CheckpointView,
+    weights: Sequence[WeightEntry],
+    caches: tuple[CacheSpec, ...],
+    vocabulary: Vocabulary,
+    speculation: SpeculationConfig,
+    folder: Path,
+    progress: Progress,
+) -> None:
+    if sum(w.num_bytes for w in weights) > _REFERENCE_LIMIT_BYTES:
+        return
+    calls = 0
+
+    def advance(count: int) -> None:
+        nonlocal calls
+        calls += count
+        progress("reference", calls, 2)
+
+    progress("reference", 0, 2)
+    tensors = {w.name: torch.from_numpy(np.ascontiguousarray(materialise(view, w))) for w in weights}
+    write_reference(
+        folder / REFERENCE_NAME,
+        view.config,
+        speculation,
+        caches,
+        tensors,
+        vocabulary.size,
+        vocabulary.thinking_end_ids,
+        advance,
+    )
