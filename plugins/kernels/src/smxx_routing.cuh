@@ -1,0 +1,34 @@
+// Routing metadata made on the device, and the weighted sum that ends a mixture of experts.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "sm90_weight_stream.h"
+
+namespace glm {
+
+constexpr int kMaxExperts = 1024;
+
+// Upper bound of token tiles for any routing of num_slots (row, slot) pairs.
+int max_token_tiles(int num_slots, int num_experts, int tokens_per_tile);
+
+struct RoutingTables {
+  int* num_tiles;  // [1]
+  int* expert;     // [max_tiles]
+  int* first_row;  // [max_tiles]
+  int* num_rows;   // [max_tiles]
+  int* positions;  // [num_slots] row of the sorted buffer for each (row, slot), -1 = skipped
+};
+
+// Sorts (row, slot) pairs by expert and cuts each expert's rows into token tiles. Which row of an expert comes first may
+// differ between runs; no result depends on it (a product's columns do not mix).
+cudaError_t route_rows(const int32_t* expert_ids, int num_slots, int num_experts, int tokens_per_tile,
+                       const RoutingTables& tables, cudaStream_t stream);
+
+// out[t] = sum over s, in order, of weights[t,s] * slot_results[positions[t,s]], fp32, rounded once to bf16.
+cudaError_t combine_slots(const void* slot_results, const int* positions, const float* weights, int num_rows,
+                          int top_k, int hidden, void* out, cudaStream_t stream);
+
+}  // namespace glm
