@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
 """Put together the TensorRT-RTX that this project's engine tests use, from published wheels.
 
-TensorRT-RTX is a test vehicle here, not a deployment target: it builds engines with our plugins on a machine without a GPU,
-and the same engines run on a Hopper card. No single release does both. 1.7 refuses compute capability 9.0 when it reads an
-engine; the ONNX parser of 1.6 refuses plugin ops. So the core library and the Python bindings are 1.6.1 and the parser
-library is 1.7.1's.
+TensorRT-RTX is a test vehicle here, not a deployment target: it builds engines with our plugins on a machine without a
+GPU, and the same engines run on a Hopper card. No single release does both. 1.7 refuses compute capability 9.0 when it
+reads an engine; the ONNX parser of 1.6 refuses plugin ops. So the core library and the Python bindings are 1.6.1 and
+the parser library is 1.7.1's.
 
 In: nothing. Out: DIR with `tensorrt_rtx` importable from it and the libraries under `tensorrt_rtx_libs`, among them the
 unversioned `libtensorrt_rtx.so` that the parser asks the loader for and the wheel does not ship.
 
     rtx_runtime.py DIR                       for the running Python; does nothing when DIR is already complete
-    rtx_runtime.py DIR --python 3.12 --pack  for another Python, and DIR.tar.xz to carry elsewhere (about 60 MB, minutes)
+    rtx_runtime.py DIR --python 3.12 --pack  for another Python, and DIR.tar.xz to carry elsewhere (52 MB, minutes)
 
     PYTHONPATH=DIR LD_LIBRARY_PATH=DIR/tensorrt_rtx_libs python -c 'import tensorrt_rtx'
 
@@ -58,7 +58,7 @@ def fill(out: Path, python: str) -> None:
 
 
 def pack(out: Path) -> Path:
-    """Write OUT.tar.xz: x86 branch filter and a window that spans the libraries, since the size limits what can be carried."""
+    """Write OUT.tar.xz, with an x86 branch filter and a window that spans the libraries: its size limits who can use it."""
     archive = out.with_name(out.name + ".tar.xz")
     with archive.open("wb") as stream:
         tar = subprocess.Popen(["tar", "cf", "-", "-C", str(out), "."], stdout=subprocess.PIPE)

@@ -1,10 +1,11 @@
 """The op table as the plugin library sees it: two files of `plugins/tensorrt`, generated from `ops.OP_TABLE`.
 
 In: the op records. Out: op_table.inc, C++ initialisers with each op's ports, attributes, aliases, and the rules for its
-dimensions; op_slots.inc, enumerators that name the ports, so that an adapter cannot mistake one for another. A
-dimension such as `B*num_slots` or `ceil(O/128)` is written in postfix, over attribute names and symbols; a symbol is one
-dimension of one input, possibly scaled and shifted (`2I` gives I = extent / 2, `B+1` gives B = extent - 1). Names that
-nothing binds raise ValueError here, so that the library never meets them.
+dimensions; op_slots.inc, enumerators that name the ports, so that an adapter cannot mistake one for another.
+
+A dimension such as `B*num_slots` or `ceil(O/128)` is written in postfix, over attribute names and symbols; a symbol is
+one dimension of one input, possibly scaled and shifted (`2I` gives I = extent / 2, `B+1` gives B = extent - 1). Names
+that nothing binds raise ValueError here, so that the library never meets them.
 
     python -m glm_mtp_export.engine.plugin_table            write the files
     python -m glm_mtp_export.engine.plugin_table --check    fail when they are out of date
@@ -168,8 +169,8 @@ def _entry(record: OpRecord) -> str:
 def _table(records: Iterable[OpRecord]) -> str:
     head = [
         _NOTICE,
-        "// name, {inputs: name, type, dimensions, -1}, {outputs: name, type, dimensions, aliased input}, {attributes},",
-        "// {symbols: name, input, axis, scale, offset}",
+        "// name, {inputs: name, type, dimensions, -1}, {outputs: name, type, dimensions, aliased input},",
+        "// {attributes}, {symbols: name, input, axis, scale, offset}",
         "// clang-format off",
     ]
     return "\n".join([*head, *(_entry(record) for record in records)]) + "\n"
