@@ -84,12 +84,12 @@ def e8m0_to_f32(codes: U8) -> F32:
 def f32_to_e4m3(values: F32) -> U8:
     """Nearest, ties to even, saturating at ±448."""
     values = np.ascontiguousarray(values, np.float32)
-    magnitude = np.minimum(np.abs(values), np.float32(E4M3_MAX))
+    magnitude = np.fmin(np.abs(values), np.float32(E4M3_MAX))  # a NaN becomes 448 here and is put back below
     bits = magnitude.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFFF) + ((bits >> np.uint32(20)) & np.uint32(1))) >> np.uint32(20)
     normal = rounded.astype(np.int64) - ((127 - 7) << 3)
     tiny = np.rint(magnitude * np.float32(512)).astype(np.int64)  # multiples of 2^-9; 8 is the first normal number
-    codes = np.where(magnitude < np.float32(2.0**-6), np.where(np.isnan(magnitude), 0, tiny), normal)
+    codes = np.where(magnitude < np.float32(2.0**-6), tiny, normal)
     codes = np.where(np.isnan(values), 0x7F, codes)
     return (codes | (np.signbit(values).astype(np.int64) << 7)).astype(np.uint8)
 
