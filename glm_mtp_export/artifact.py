@@ -17,10 +17,11 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Iterator, Mapping
+from typing import Any
 
 from glm_mtp_export.config import ModelConfig, SpeculationConfig
 from glm_mtp_export.errors import ArtifactError

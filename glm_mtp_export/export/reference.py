@@ -17,7 +17,7 @@ from glm_mtp_export.artifact import PAGE_SIZE, CacheSpec
 from glm_mtp_export.config import ModelConfig, SpeculationConfig
 from glm_mtp_export.graph.unified import UnifiedStep
 
-__all__ = ["REFERENCE_NAME", "reference_prompt", "write_reference"]
+__all__ = ["REFERENCE_NAME", "reference_feeds", "reference_pages", "reference_prompt", "write_reference"]
 
 REFERENCE_NAME = "reference.safetensors"
 _MAX_PROMPT = 320
@@ -27,6 +27,44 @@ def reference_prompt(config: ModelConfig, valid_vocab: int) -> np.ndarray:
     """Fixed pseudo-random ids, longer than index_topk where that is affordable, so that the selection matters."""
     length = min(config.index_topk + PAGE_SIZE // 2 + 3, _MAX_PROMPT, config.max_position_embeddings // 2)
     return np.random.default_rng(20).integers(0, valid_vocab, length).astype(np.int32)
+
+
+def reference_feeds(
+    config: ModelConfig,
+    speculation: SpeculationConfig,
+    tokens: np.ndarray,
+    drafts: np.ndarray | None,
+    cache_length: int,
+    num_pages: int,
+) -> dict[str, np.ndarray]:
+    """Step inputs of one greedy call for one request on pages 0, 1, ...; caches left out. tokens i32 [L], drafts i32 [1, K]."""
+    num_drafts = 0 if drafts is None else drafts.shape[1]
+    feeds = {
+        "token_ids": np.concatenate((tokens, np.zeros(num_drafts, np.int32))).astype(np.int32),
+        "row_offsets": np.array([0, len(tokens) + num_drafts], np.int32),
+        "num_drafts": np.array([num_drafts], np.int32),
+        "draft_tokens": np.zeros((1, speculation.draft_width), np.int32) if drafts is None else drafts,
+        "cache_lengths": np.array([cache_length], np.int32),
+        "block_table": np.arange(num_pages, dtype=np.int32)[None],
+        "next_prompt_token": np.array([-1], np.int32),
+        "temperature": np.zeros(1, np.float32),
+        "top_k": np.zeros(1, np.int32),
+        "top_p": np.ones(1, np.float32),
+        "min_p": np.zeros(1, np.float32),
+        "seed": np.zeros(1, np.int64),
+        "sample_offset": np.zeros(1, np.int32),
+        "in_thinking_phase": np.zeros(1, np.bool_),
+    }
+    if speculation.use_relaxed_acceptance_for_thinking:
+        feeds["relaxed_delta"] = np.array([speculation.relaxed_delta], np.float32)
+    if speculation.enable_structured_output:
+        feeds["token_bitmask"] = np.full((1, speculation.num_slots, -(-config.vocab_size // 32)), -1, np.int32)
+    return feeds
+
+
+def reference_pages(prompt_length: int, speculation: SpeculationConfig) -> int:
+    """Pages that the two calls fill."""
+    return -(-(prompt_length + 2 * speculation.draft_width + 1) // PAGE_SIZE)
 
 
 def write_reference(
@@ -42,52 +80,17 @@ def write_reference(
     """Run the two calls in float32 and write `path`; `advance` is called once a call."""
     step = UnifiedStep(config, speculation, valid_vocab, thinking_end_ids)
     prompt = reference_prompt(config, valid_vocab)
-    num_pages = -(-(len(prompt) + 2 * speculation.draft_width + 1) // PAGE_SIZE)
+    num_pages = reference_pages(len(prompt), speculation)
     pools = {c.name: torch.zeros(c.shape(num_pages)) for c in caches}
-    first = _call(step, speculation, pools, weights, prompt, None, 0, num_pages)
-    advance(1)
-    pools = {c.name: first[f"{c.name}_out"] for c in caches}
-    drafts = first.get("next_draft_tokens")
-    second = _call(step, speculation, pools, weights, first["next_tokens"].numpy(), drafts, len(prompt), num_pages)
-    advance(1)
-    stored = {"prompt": prompt}
-    for label, outputs in (("first", first), ("second", second)):
-        stored |= {f"{label}.{name}": value.numpy() for name, value in outputs.items() if not name.endswith("_out")}
-    stored |= {c.name: second[f"{c.name}_out"].numpy() for c in caches}
+    stored, tokens, drafts, length = {"prompt": prompt}, prompt, None, 0
+    for label in ("first", "second"):
+        feeds = reference_feeds(config, speculation, tokens, drafts, length, num_pages)
+        with torch.no_grad():
+            outputs = step({name: torch.from_numpy(value) for name, value in feeds.items()} | pools, weights)
+        pools = {c.name: outputs[f"{c.name}_out"] for c in caches}
+        results = {name: value.numpy() for name, value in outputs.items() if not name.endswith("_out")}
+        stored |= {f"{label}.{name}": value for name, value in results.items()}
+        tokens, drafts, length = results["next_tokens"], results.get("next_draft_tokens"), len(prompt)
+        advance(1)
+    stored |= {name: pool.numpy() for name, pool in pools.items()}
     save_file({name: np.ascontiguousarray(value) for name, value in stored.items()}, str(path))
-
-
-def _call(
-    step: UnifiedStep,
-    speculation: SpeculationConfig,
-    pools: dict[str, torch.Tensor],
-    weights: Mapping[str, torch.Tensor],
-    tokens: np.ndarray,
-    drafts: torch.Tensor | None,
-    length: int,
-    num_pages: int,
-) -> dict[str, torch.Tensor]:
-    """One greedy call for one request on pages 0, 1, ..."""
-    num_drafts = 0 if drafts is None else drafts.shape[1]
-    i32 = torch.int32
-    inputs = {
-        "token_ids": torch.from_numpy(np.concatenate((tokens, np.zeros(num_drafts, np.int32)))).to(i32),
-        "row_offsets": torch.tensor([0, len(tokens) + num_drafts], dtype=i32),
-        "num_drafts": torch.tensor([num_drafts], dtype=i32),
-        "draft_tokens": torch.zeros(1, speculation.draft_width, dtype=i32) if drafts is None else drafts,
-        "cache_lengths": torch.tensor([length], dtype=i32),
-        "block_table": torch.arange(num_pages, dtype=i32)[None],
-        "next_prompt_token": torch.tensor([-1], dtype=i32),
-        "temperature": torch.zeros(1),
-        "top_k": torch.zeros(1, dtype=i32),
-        "top_p": torch.ones(1),
-        "min_p": torch.zeros(1),
-        "seed": torch.zeros(1, dtype=torch.int64),
-        "sample_offset": torch.zeros(1, dtype=i32),
-        "in_thinking_phase": torch.zeros(1, dtype=torch.bool),
-        "relaxed_delta": torch.zeros(1),
-        "token_bitmask": torch.full((1, speculation.num_slots, -(-step.config.vocab_size // 32)), -1, dtype=i32),
-    }
-    with torch.no_grad():
-        outputs: dict[str, torch.Tensor] = step(inputs | pools, weights)
-    return outputs

@@ -100,5 +100,5 @@ def traced_step(
             optimize=True,
             verbose=False,
         )
-    assert converted is not None
-    return converted.model_proto
+        assert converted is not None
+        return converted.model_proto
