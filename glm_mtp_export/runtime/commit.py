@@ -1,9 +1,10 @@
 """What of a verified block becomes output: token by token, as if the tokens had come one at a time.
 
-In: a sequence and the block of a call (accepted drafts, then the sure token). Out: how many tokens are kept and whether the host
-put its own last token there. The first of these ends the output: a stop id, a stop string (at the token that completed it),
-max_tokens. A used-up thinking budget replaces the token by `</think>`; what follows it in the block is void. What is cut leaves
-no trace: not in ids, counts, log-probabilities, grammar state or random stream, which is keyed by output position.
+In: a sequence and the block of a call (accepted drafts, then the sure token). Out: how many tokens are kept and
+whether the host put its own last token there. The first of these ends the output: a stop id, a stop string (at the
+token that completed it), max_tokens. A used-up thinking budget replaces the token by `</think>`; what follows it in
+the block is void. What is cut leaves no trace: not in ids, counts, log-probabilities, grammar state or random stream,
+which is keyed by output position.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ __all__ = ["Committed", "commit_block"]
 
 @dataclass(frozen=True)
 class Committed:
-    """`num_kept` tokens of the block are output as they are; `forced` is then appended if not None. `text` is ready to send."""
+    """`num_kept` tokens of the block are output as they are; `forced` is then appended if not None. `text` is ready to
+    send."""
 
     num_kept: int
     forced: int | None = None
@@ -69,9 +71,7 @@ def _within_budget(sequence: Sequence, tokens: list[int], ids: ThinkingIds) -> t
     return tokens, None
 
 
-def _up_to_stop_id(
-    sequence: Sequence, kept: list[int], forced: int | None
-) -> tuple[list[int], int | None, int | None]:
+def _up_to_stop_id(sequence: Sequence, kept: list[int], forced: int | None) -> tuple[list[int], int | None, int | None]:
     first = max(sequence.params.min_tokens - sequence.num_output, 0)
     for index in range(first, len(kept)):
         if kept[index] in sequence.stop_ids:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from glm_mtp_export.artifact import PAGE_SIZE
 from glm_mtp_export.errors import RequestError
+from glm_mtp_export.runtime.paging import page_count
 
 __all__ = ["ContextLimit"]
 
@@ -26,7 +27,8 @@ class ContextLimit:
         max_total_context: int,
         max_context_length: int | None = None,
     ) -> ContextLimit:
-        """The smallest of all limits. The last output token is never cached; the draft loop writes K - 1 slots past the end."""
+        """The smallest of all limits. The last output token is never cached; the draft loop writes K - 1 slots past
+        the end."""
         pool = num_pages * PAGE_SIZE - max(num_speculative_tokens - 1, 0) + 1
         limits = [
             (max_position_embeddings, f"max_position_embeddings {max_position_embeddings} of config.json"),
@@ -34,7 +36,10 @@ class ContextLimit:
             (max_total_context, f"max_total_context {max_total_context} of the engine profile"),
         ]
         if max_context_length is not None:
-            limits.append((max_context_length, f"max_context_length {max_context_length} of the engine profile"))
+            # The block table has columns for max_context positions, and the draft loop's slots need theirs too.
+            slots = page_count(max_context_length) * PAGE_SIZE - max(num_speculative_tokens - 1, 0) + 1
+            length = min(max_context_length, slots)
+            limits.append((length, f"max_context {max_context_length} of the engine profile"))
         return cls(*min(limits, key=lambda limit: limit[0]))
 
     def max_output(self, num_prompt: int, max_tokens: int | None) -> int:
@@ -47,7 +52,7 @@ class ContextLimit:
             )
         if max_tokens is not None and max_tokens > room:
             raise RequestError(
-                f"Prompt {num_prompt} + max_tokens {max_tokens} = {num_prompt + max_tokens} tokens, the context limit is "
-                f"{self.length} ({self.reason}). Lower max_tokens to {max(room, 0)} or shorten the prompt."
+                f"Prompt {num_prompt} + max_tokens {max_tokens} = {num_prompt + max_tokens} tokens, the context limit "
+                f"is {self.length} ({self.reason}). Lower max_tokens to {max(room, 0)} or shorten the prompt."
             )
         return room if max_tokens is None else max_tokens

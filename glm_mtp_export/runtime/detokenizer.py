@@ -3,12 +3,12 @@
 In: the ids a step committed. Out: text that is safe to send. Chunks concatenate to the text of all ids decoded at once,
 byte for byte; an incomplete UTF-8 sequence is held until complete and becomes U+FFFD only at the end.
 
-Stop strings are looked for character by character in the visible text, so the result is the same for every way of cutting
-the ids into blocks. The match that *ends* first wins, of those ending together the longest. The chunk names the index of
-the token whose bytes completed it, for the caller to cut ids, log-probabilities and caches there.
+Stop strings are looked for character by character in the visible text, so the result is the same for every way of
+cutting the ids into blocks. The match that *ends* first wins, of those ending together the longest. The chunk names
+the index of the token whose bytes completed it, for the caller to cut ids, log-probabilities and caches there.
 
-What may go wrong: an empty stop string raises `RequestError`; feeding after a match or after `finish` is a caller's bug and
-raises RuntimeError.
+What may go wrong: an empty stop string raises `RequestError`; feeding after a match or after `finish` is a caller's
+bug and raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from glm_mtp_export.runtime.tokenizer import Tokenizer
 from glm_mtp_export.errors import RequestError
+from glm_mtp_export.runtime.tokenizer import Tokenizer
 
 __all__ = ["IncrementalDetokenizer", "TextChunk", "held_suffix_length"]
 

@@ -1,7 +1,8 @@
 """How many of the K compiled drafts a decode row verifies in the next call. Never changes the text, only what it costs.
 
-A draft whose chance of being reached and accepted is small is not worth its row: with a running acceptance estimate a, draft j
-(from 0) is kept while a ** (j + 1) is at least `MIN_GAIN`. One draft is always verified, so that the estimate can recover.
+A draft whose chance of being reached and accepted is small is not worth its row: with a running acceptance estimate a,
+draft j (from 0) is kept while a ** (j + 1) is at least `MIN_GAIN`. One draft is always verified, so that the estimate
+can recover.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class DraftPolicy:
         self._adaptive = adaptive and num_speculative_tokens > 1
 
     def wanted_drafts(self, sequence: Sequence) -> int:
-        """Drafts worth verifying now: at most those proposed, and at most what the answer may still use beside the sure token."""
+        """Drafts worth verifying now: at most those proposed, and at most what the answer may still use beside the
+        sure token."""
         count = min(len(sequence.drafts), sequence.max_output - sequence.num_output - 1)
         if self._adaptive and count > 1:
             gain = sequence.acceptance

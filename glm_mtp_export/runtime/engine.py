@@ -1,11 +1,12 @@
 """The serving engine: requests in, one call of the step graph at a time, deltas out. One thread drives it.
 
-`add_request` checks and queues; `step` schedules, runs, commits; `abort` ends a request between steps. Lengths move only here:
-a call that feeds L tokens and accepts n drafts makes L + n more positions valid, and rejected entries are simply overwritten.
-When the host replaces a sampled token, the position before it is fed again, since its draft entry was made from another token.
+`add_request` checks and queues; `step` schedules, runs, commits; `abort` ends a request between steps. Lengths move
+only here: a call that feeds L tokens and accepts n drafts makes L + n more positions valid, and rejected entries are
+simply overwritten. When the host replaces a sampled token, the position before it is fed again, since its draft entry
+was made from another token.
 
-What may go wrong: a request that cannot be served raises `RequestError` before anything is queued; a NaN or an id outside the
-vocabulary ends that request alone with finish reason `error`, and its pages are not reused.
+What may go wrong: a request that cannot be served raises `RequestError` before anything is queued; a NaN or an id
+outside the vocabulary ends that request alone with finish reason `error`, and its pages are not reused.
 """
 
 from __future__ import annotations
@@ -14,9 +15,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import replace
-
-import numpy as np
 
 from glm_mtp_export.artifact import PAGE_SIZE
 from glm_mtp_export.errors import RequestError
@@ -133,9 +131,7 @@ class Engine:
             bad = next(t for t in prompt if not 0 <= t < vocab_size)
             raise RequestError(f"Prompt token id {bad} is outside the vocabulary of {vocab_size}. Check the tokenizer.")
 
-    def _sequence(
-        self, request: Request, index: int, max_output: int, seed: int, stop_ids: frozenset[int]
-    ) -> Sequence:
+    def _sequence(self, request: Request, index: int, max_output: int, seed: int, stop_ids: frozenset[int]) -> Sequence:
         params = request.params
         phase = ThinkingPhase(self._thinking_ids, request.prompt_token_ids)
         # Wraps like two's complement, so that seed + i stays in int64.
@@ -320,7 +316,9 @@ def _append_logprobs(sequence: Sequence, outputs: StepOutputs, b: int, committed
         value = None if outputs.committed_logprobs is None else float(outputs.committed_logprobs[b, j])
         top: tuple[tuple[int, float], ...] = ()
         if num_top and outputs.top_ids is not None and outputs.top_logprobs is not None:
-            best = zip(outputs.top_ids[b, j, :num_top].tolist(), outputs.top_logprobs[b, j, :num_top].tolist(), strict=True)
+            best = zip(
+                outputs.top_ids[b, j, :num_top].tolist(), outputs.top_logprobs[b, j, :num_top].tolist(), strict=True
+            )
             top = tuple((int(i), float(p)) for i, p in best)
         sequence.logprobs.append(TokenLogprob(token, value, top))
     if committed.forced is not None:

@@ -1,8 +1,8 @@
 """The bitmask of a call: which tokens each verified slot of each request may take.
 
-Slot j follows the first j drafts, so its mask is made from the state after them: the grammar's, and the output position's for
-min_tokens. Bit v % 32 of word v // 32 is 1 when token v is allowed. When a grammar leaves only what min_tokens or a ban forbids,
-the grammar wins, since an empty row could not be sampled.
+Slot j follows the first j drafts, so its mask is made from the state after them: the grammar's, and the output
+position's for min_tokens. Bit v % 32 of word v // 32 is 1 when token v is allowed. When a grammar leaves only what
+min_tokens or a ban forbids, the grammar wins, since an empty row could not be sampled.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class TokenMasks:
         mask = np.full((len(rows), self._num_slots, self._num_words), -1, dtype=np.int32)
         for b, row in enumerate(rows):
             sequence = row.sequence
-            restricted = sequence.grammar is not None or sequence.banned or sequence.num_output < sequence.params.min_tokens
+            restricted = (
+                sequence.grammar is not None or sequence.banned or sequence.num_output < sequence.params.min_tokens
+            )
             if restricted and row.is_final:
                 self._restrict(mask[b], row)
         return mask

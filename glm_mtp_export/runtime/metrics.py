@@ -1,7 +1,7 @@
 """What the engine counted: acceptance per position, tokens per call, queue and pages; and how to read it from outside.
 
-`EngineStatistics` is plain numbers, always there. `prometheus_registry` shows the same numbers to a Prometheus scraper when the
-package prometheus-client is installed. Tokens and drafts cut away behind a stop are counted nowhere.
+`EngineStatistics` is plain numbers, always there. `prometheus_registry` shows the same numbers to a Prometheus scraper
+when the package prometheus-client is installed. Tokens and drafts cut away behind a stop are counted nowhere.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ DEAD_DRAFT_ROUNDS = 200
 
 @dataclass
 class EngineStatistics:
-    """Counters since the engine was made. `drafted[j]` / `accepted[j]` count draft position j over all verifying rows."""
+    """Counters since the engine was made. `drafted[j]` / `accepted[j]` count draft position j over all verifying
+    rows."""
 
     num_speculative_tokens: int
     num_calls: int = 0
@@ -81,8 +82,8 @@ class EngineStatistics:
         dead = rate < DEAD_DRAFT_BELOW
         if dead and not self.draft_is_dead:
             _log.warning(
-                "draft is dead: %.1f %% of the first drafts accepted over %d rounds (expected above %.0f %%). Output is right "
-                "but slower than without speculation; run 'glm-mtp verify', or send speculative=False.",
+                "draft is dead: %.1f %% of the first drafts accepted over %d rounds (expected above %.0f %%). Output is "
+                "right but slower than without speculation; run 'glm-mtp verify', or send speculative=False.",
                 100 * rate,
                 self._window_drafted,
                 100 * DEAD_DRAFT_BELOW,

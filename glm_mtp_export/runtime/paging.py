@@ -1,9 +1,9 @@
 """Pages of the four paged caches: who holds which, and which can serve a prompt that begins like an earlier one.
 
-One page number stands for the same 64 positions in all four pools, so sharing a page shares target and draft entries together.
-A draft entry at position p was computed from the token at p + 1. A page's key therefore covers the tokens of every earlier
-page, its own 64 *and the one after them*: two sequences share a page only where also its last draft entry is right for both.
-The price is one page of reuse when two prompts part exactly at a page border.
+One page number stands for the same 64 positions in all four pools, so sharing a page shares target and draft entries
+together. A draft entry at position p was computed from the token at p + 1. A page's key therefore covers the tokens of
+every earlier page, its own 64 *and the one after them*: two sequences share a page only where also its last draft
+entry is right for both. The price is one page of reuse when two prompts part exactly at a page border.
 
 Pages nobody holds but which have a key stay as they are until their space is wanted, least recently used first.
 What may go wrong: allocating more than `num_free` pages is a caller's bug and raises RuntimeError.

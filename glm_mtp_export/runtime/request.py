@@ -25,7 +25,8 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log-probability of an emitted token under the model before masks and penalties; None for a token the host forced."""
+    """Log-probability of an emitted token under the model before masks and penalties; None for a token the host
+    forced."""
 
     token_id: int
     logprob: float | None

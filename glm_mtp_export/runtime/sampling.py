@@ -1,8 +1,8 @@
 """How one request is sampled: the parameters, their checks, and what a compiled graph can and cannot do of them.
 
-In: the names and defaults that users of vLLM and OpenAI-style servers know. Out: a frozen `SamplingParams`; `Capabilities` says
-what an artifact was compiled with. What may go wrong: a value out of range, or a parameter the graph was not built for, raises
-`RequestError` naming every such parameter at once; nothing is ignored in silence.
+In: the names and defaults that users of vLLM and OpenAI-style servers know. Out: a frozen `SamplingParams`;
+`Capabilities` says what an artifact was compiled with. What may go wrong: a value out of range, or a parameter the
+graph was not built for, raises `RequestError` naming every such parameter at once; nothing is ignored in silence.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import MappingProxyType
 from glm_mtp_export.artifact import Manifest
 from glm_mtp_export.errors import RequestError
 
-__all__ = ["BAN_BIAS", "Capabilities", "PENALTY_INPUTS", "SamplingParams", "StructuredOutput"]
+__all__ = ["BAN_BIAS", "PENALTY_INPUTS", "Capabilities", "SamplingParams", "StructuredOutput"]
 
 BAN_BIAS = -100.0
 """A logit bias at or below this bans the token; it is the one bias a bitmask can express exactly."""
@@ -30,10 +30,10 @@ _GREEDY_BELOW = 1e-5
 class StructuredOutput:
     """What the answer must match; exactly one of the fields up to `structural_tag` is set.
 
-    `json_schema`: JSON Schema as text; `json_object`: any JSON object; `regex`: a regular expression over the whole answer;
-    `grammar`: EBNF with the root rule `root`; `choice`: one of these strings; `structural_tag`: xgrammar's structural tag as
-    JSON text (tool calls). `any_whitespace`: the model may lay out JSON as it likes, which costs no accuracy; False forces
-    the compact form.
+    `json_schema`: JSON Schema as text; `json_object`: any JSON object; `regex`: a regular expression over the whole
+    answer; `grammar`: EBNF with the root rule `root`; `choice`: one of these strings; `structural_tag`: xgrammar's
+    structural tag as JSON text (tool calls). `any_whitespace`: the model may lay out JSON as it likes, which costs no
+    accuracy; False forces the compact form.
     """
 
     json_schema: str | None = None
@@ -59,11 +59,12 @@ class SamplingParams:
     """Parameters of one request.
 
     `temperature` below 1e-5 is argmax (lowest id on ties). Truncation order: temperature, top_k, top_p, min_p.
-    `max_tokens` None: as far as the context limit allows; 0: an empty answer without a model call. `min_tokens`: no stop id, no
-    stop string before so many output tokens. `stop` strings end the text before the match; ids, log-probabilities and usage end
-    with the token that completed it. `seed` None: a random one; sequence i of `n` uses seed + i. `logprobs`: number of most
-    likely tokens reported beside the emitted one. `thinking_budget`: after so many tokens inside the thinking phase the next
-    token is `</think>`. `speculative` False: no drafts are verified for this request.
+    `max_tokens` None: as far as the context limit allows; 0: an empty answer without a model call. `min_tokens`: no
+    stop id, no stop string before so many output tokens. `stop` strings end the text before the match; ids,
+    log-probabilities and usage end with the token that completed it. `seed` None: a random one; sequence i of `n` uses
+    seed + i. `logprobs`: number of most likely tokens reported beside the emitted one. `thinking_budget`: after so
+    many tokens inside the thinking phase the next token is `</think>`. `speculative` False: no drafts are verified for
+    this request.
     """
 
     n: int = 1
@@ -216,7 +217,9 @@ class Capabilities:
             missing = "presence_penalty, frequency_penalty and repetition_penalty need the graph inputs"
             problems.append(f"{missing} {', '.join(PENALTY_INPUTS)}, export with --enable-penalties")
         if not self.has_logit_bias and any(bias > BAN_BIAS for bias in params.logit_bias.values()):
-            problems.append("logit_bias other than -100 needs the graph input logit_bias, export with --enable-penalties")
+            problems.append(
+                "logit_bias other than -100 needs the graph input logit_bias, export with --enable-penalties"
+            )
         if params.logprobs is not None and params.logprobs > self.num_logprobs:
             compiled = "none" if self.num_logprobs < 0 else str(self.num_logprobs)
             problems.append(f"logprobs is {params.logprobs}, compiled in: {compiled}; export with --num-logprobs")

@@ -3,15 +3,18 @@
 In: waiting and running sequences, an allocator, limits. Out: `ScheduledRow`s with their pages already allocated.
 
 Rules, in order:
-1. Rank is (priority, arrival); lower goes first. Nobody overtakes within a priority: admission stops at the first waiting
-   sequence that does not fit. A lower rank can starve only behind a stream of better priorities; equal ones cannot.
-2. Every running decode row gets its token before any drafts; drafts get what the row budget leaves, after a quarter of it is
-   kept for prefill while someone prefills or waits. Drafts never take more rows than the answer may still have tokens.
+1. Rank is (priority, arrival); lower goes first. Nobody overtakes within a priority: admission stops at the first
+   waiting sequence that does not fit. A lower rank can starve only behind a stream of better priorities; equal ones
+   cannot.
+2. Every running decode row gets its token before any drafts; drafts get what the row budget leaves, after a quarter of
+   it is kept for prefill while someone prefills or waits. Drafts never take more rows than the answer may still have
+   tokens.
 3. Prefill gets the remaining rows in rank order, in chunks.
-4. Pages are taken in rank order. When none are left, the drafts of the row are given up first, then the running sequence of
-   worst rank loses its pages and waits again (recompute). The best-ranked one always advances, so there is no deadlock: a
-   request that would not fit alone is refused on arrival.
-5. Admission needs pages for all tokens of the sequence, not only its first chunk, and never happens in a call that preempted.
+4. Pages are taken in rank order. When none are left, the drafts of the row are given up first, then the running
+   sequence of worst rank loses its pages and waits again (recompute). The best-ranked one always advances, so there is
+   no deadlock: a request that would not fit alone is refused on arrival.
+5. Admission needs pages for all tokens of the sequence, not only its first chunk, and never happens in a call that
+   preempted.
 6. The sum of the contexts of a call stays below `max_total_context`; rows beyond it sit the call out.
 """
 
@@ -138,10 +141,9 @@ class Scheduler:
             num_tokens = min(sequence.num_uncached, budget, self.config.max_chunk_tokens)
             plans[sequence.arrival] = ScheduledRow(sequence, num_tokens, 0)
             budget -= num_tokens
+        rows = list(plans.values())
         if prefilling:
-            rows = [plans[s.arrival] for s in self.running if s.arrival in plans]
-        else:
-            rows = list(plans.values())
+            rows.sort(key=lambda row: row.sequence.rank)
         return rows, self.config.max_num_batched_tokens - budget
 
     def _with_pages(self, rows: list[ScheduledRow]) -> tuple[list[ScheduledRow], bool]:

@@ -1,8 +1,9 @@
 """One running answer on the host: its tokens, its pages, its drafts, and what is known about it.
 
-A request with n > 1 is n sequences that share prompt pages. The caches hold `cache_length` valid positions of `token_ids`; the
-tokens after them have to be fed. With nothing but the last token to feed, a sequence decodes; with more it prefills, which is
-also how a preempted one comes back. All changes go through the engine and the scheduler, in one thread.
+A request with n > 1 is n sequences that share prompt pages. The caches hold `cache_length` valid positions of
+`token_ids`; the tokens after them have to be fed. With nothing but the last token to feed, a sequence decodes; with
+more it prefills, which is also how a preempted one comes back. All changes go through the engine and the scheduler, in
+one thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The step contract between the engine on the host and whatever runs the step graph.
 
-In: `StepInputs`, host arrays of one call (architecture of the graph: `glm_mtp_export.artifact.step_inputs`). Out: `StepOutputs`.
-A session owns the four paged caches; the host only names pages and lengths. What may go wrong: a session that cannot run raises
-`EngineError`; a NaN in one request is no error of the call but `next_tokens == -1` for that request.
+In: `StepInputs`, host arrays of one call (architecture of the graph: `glm_mtp_export.artifact.step_inputs`). Out:
+`StepOutputs`. A session owns the four paged caches; the host only names pages and lengths. What may go wrong: a
+session that cannot run raises `EngineError`; a NaN in one request is no error of the call but `next_tokens == -1` for
+that request.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ Float32 = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Host arrays of one call: B requests, T rows, P pages a request, W = max(K, 1). Optional ones follow the manifest."""
+    """Host arrays of one call: B requests, T rows, P pages a request, W = max(K, 1). Optional ones follow the
+    manifest."""
 
     token_ids: Int32  # [T]
     row_offsets: Int32  # [B+1]

@@ -1,12 +1,13 @@
 """From scheduled rows to the arrays of one call.
 
-In: rows with their pages. Out: `StepInputs`. Only arrays the artifact's graph has are filled; penalties and biases of a call
-cost [B, V] arrays and are built only when the graph was compiled for them.
+In: rows with their pages. Out: `StepInputs`. Only arrays the artifact's graph has are filled; penalties and biases of
+a call cost [B, V] arrays and are built only when the graph was compiled for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from typing import Any
 
 import numpy as np
 
@@ -89,7 +90,7 @@ class StepBatcher:
             table[b, : widths[b]] = row.sequence.page_row[: widths[b]]
         return table
 
-    def _penalties(self, rows: Items[ScheduledRow]) -> dict[str, Int32 | Float32]:
+    def _penalties(self, rows: Items[ScheduledRow]) -> dict[str, Any]:
         arrays: dict[str, Int32 | Float32] = {}
         shape = (len(rows), self._capabilities.vocab_size)
         params = [row.sequence.params for row in rows]

@@ -1,11 +1,14 @@
-"""Answers that must match a schema, regular expression, grammar or list: xgrammar's matcher, applied to verified blocks.
+"""Answers that must match a schema, regular expression, grammar or list: xgrammar's matcher, applied to verified
+blocks.
 
-In: the tokenizer and a `StructuredOutput`. Out: a `GrammarState` per sequence that fills the mask of each slot and advances by
-committed tokens only. Looking ahead over drafts always rolls back, so a rejected draft never moves the matcher.
+In: the tokenizer and a `StructuredOutput`. Out: a `GrammarState` per sequence that fills the mask of each slot and
+advances by committed tokens only. Looking ahead over drafts always rolls back, so a rejected draft never moves the
+matcher.
 
-The thinking part is free: when the prompt leaves the thinking phase open, the grammar starts after `</think>`, which itself is
-not fed to it. After the end of the answer only stop ids are allowed. A draft the grammar forbids ends the look-ahead: its slot's
-mask rejects it, so later slots are never used. Control tokens (roles, end of text) cannot appear inside a string.
+The thinking part is free: when the prompt leaves the thinking phase open, the grammar starts after `</think>`, which
+itself is not fed to it. After the end of the answer only stop ids are allowed. A draft the grammar forbids ends the
+look-ahead: its slot's mask rejects it, so later slots are never used. Control tokens (roles, end of text) cannot
+appear inside a string.
 
 What may go wrong: an unusable schema or grammar raises `RequestError` with xgrammar's reason; xgrammar absent raises
 `MissingDependencyError`. It is imported on first use, since it brings torch with it.
@@ -64,7 +67,9 @@ class GrammarCompiler:
     def _compile(self, structure: StructuredOutput) -> Any:
         try:
             if structure.json_schema is not None:
-                return self._compiler.compile_json_schema(structure.json_schema, any_whitespace=structure.any_whitespace)
+                return self._compiler.compile_json_schema(
+                    structure.json_schema, any_whitespace=structure.any_whitespace
+                )
             if structure.json_object:
                 return self._compiler.compile_json_schema('{"type": "object"}', any_whitespace=structure.any_whitespace)
             if structure.regex is not None:
@@ -73,9 +78,11 @@ class GrammarCompiler:
                 return self._compiler.compile_grammar(_choice_grammar(structure.choice))
             if structure.structural_tag is not None:
                 return self._compiler.compile_structural_tag(json.loads(structure.structural_tag))
-            return self._compiler.compile_grammar(structure.grammar)
+            return self._compiler.compile_grammar(structure.grammar or "")
         except Exception as error:  # the binding raises RuntimeError, ValueError and pydantic's own
-            raise RequestError(f"structured_output cannot be compiled: {error}. Correct it and send it again.") from error
+            raise RequestError(
+                f"structured_output cannot be compiled: {error}. Correct it and send it again."
+            ) from error
 
 
 class GrammarState:

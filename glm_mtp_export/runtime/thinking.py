@@ -1,7 +1,8 @@
-"""Is the model thinking? The phase follows the committed ids alone: the prompt's first, then the output's, token by token.
+"""Is the model thinking? The phase follows the committed ids alone: the prompt's first, then the output's, token by
+token.
 
-`<think>` opens the phase; `</think>` and `<tool_call>` close it. The last marker wins. The marker that closes is itself no
-thinking token; the one that opens is none either, so a budget counts what lies between.
+`<think>` opens the phase; `</think>` and `<tool_call>` close it. The last marker wins. The marker that closes is
+itself no thinking token; the one that opens is none either, so a budget counts what lies between.
 """
 
 from __future__ import annotations

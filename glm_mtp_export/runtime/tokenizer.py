@@ -1,11 +1,11 @@
 """The checkpoint's tokenizer: text to ids, ids to bytes and text, ids of named tokens, stop ids.
 
-In: `tokenizer.json` (required), `tokenizer_config.json`, `generation_config.json` and `config.json` (each optional) of a
-checkpoint folder. Out: a `Tokenizer`. No id is written down in this project: every marker is looked up by its text.
+In: `tokenizer.json` (required), `tokenizer_config.json`, `generation_config.json` and `config.json` (each optional) of
+a checkpoint folder. Out: a `Tokenizer`. No id is written down in this project: every marker is looked up by its text.
 
 Rules:
-- A rendered chat prompt is encoded without adding anything, since the template prints `[gMASK]<sop>` itself. A raw prompt
-  gets what the file's post-processor adds, unless the text already begins with it.
+- A rendered chat prompt is encoded without adding anything, since the template prints `[gMASK]<sop>` itself. A raw
+  prompt gets what the file's post-processor adds, unless the text already begins with it.
 - Text equal to an added token (`<think>` typed by a user) becomes that token's id, as the Hugging Face tokenizer does.
 - Only byte-level BPE is read: every token stands for fixed bytes, so a stream of tokens is a stream of bytes.
 
@@ -153,7 +153,7 @@ class Tokenizer:
         token_id = self.id_of(token)
         if token_id is None:
             raise CheckpointError(
-                f"{self.source}: no token {token!r}, which GLM's chat format needs. Use the tokenizer of the checkpoint."
+                f"{self.source}: no token {token!r}, which GLM's chat format needs. Use the checkpoint's tokenizer."
             )
         return token_id
 

@@ -1,9 +1,10 @@
 """A toy language model behind the step contract, in numpy, with real paged caches.
 
-The next-token logits of position p are a hash of *every* token at positions 0..p, read back from the target pools, so one wrong,
-missing or stale cache entry changes the text. The draft is the same model fed from its own pools, which hold at position p the
-token at p + 1: it proposes the target's argmax unless an error pattern corrupts it, and any wrong draft entry is counted.
-Slots that were never written, or that a test declared invalid, hold POISON; reading one raises.
+The next-token logits of position p are a hash of *every* token at positions 0..p, read back from the target pools, so
+one wrong, missing or stale cache entry changes the text. The draft is the same model fed from its own pools, which
+hold at position p the token at p + 1: it proposes the target's argmax unless an error pattern corrupts it, and any
+wrong draft entry is counted. Slots that were never written, or that a test declared invalid, hold POISON; reading one
+raises.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 import tokenizers
+
 from glm_mtp_export.artifact import PAGE_SIZE, PORTABLE, Manifest, TensorSpec, cache_specs, step_inputs, step_outputs
 from glm_mtp_export.config import FULL, SPARSE, ModelConfig, SpeculationConfig
 from glm_mtp_export.runtime.session import StepInputs, StepOutputs
@@ -227,14 +229,21 @@ class FakeSession:
         )
 
     def _check_shapes(self, inputs: StepInputs) -> None:
-        names = {spec.name: spec for spec in self._manifest.inputs if not spec.name.startswith(("target_", "draft_m", "draft_i"))}
+        names = {
+            spec.name: spec
+            for spec in self._manifest.inputs
+            if not spec.name.startswith(("target_", "draft_m", "draft_i"))
+        }
         feeds = inputs.feeds()
         assert set(feeds) == set(names), set(feeds) ^ set(names)
         sizes: dict[str, int] = {}
         for name, array in feeds.items():
             assert str(array.dtype) == names[name].dtype, name
             for extent, want in zip(array.shape, names[name].shape, strict=True):
-                assert extent == (want if isinstance(want, int) else sizes.setdefault(want, extent)), (name, array.shape)
+                assert extent == (want if isinstance(want, int) else sizes.setdefault(want, extent)), (
+                    name,
+                    array.shape,
+                )
         assert sizes["B+1"] == sizes["B"] + 1 and sizes["T"] == inputs.row_offsets[-1]
 
     def _slots(self, inputs: StepInputs, b: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -256,7 +265,9 @@ class FakeSession:
         where = self._slots(inputs, b, np.arange(start, start + len(fed)))
         self.pools["target"][where], self.pools["index"][where] = fed, 3 * fed + 1
         tokens = self._read("target", inputs, b, len(fed))
-        assert (self._read("index", inputs, b, len(fed)) == 3 * tokens + 1).all(), "index pool disagrees with latent pool"
+        assert (self._read("index", inputs, b, len(fed)) == 3 * tokens + 1).all(), (
+            "index pool disagrees with latent pool"
+        )
         states = np.cumsum(contributions(tokens, np.arange(len(tokens))), dtype=np.uint32)
         return fed, states[start:]
 
@@ -266,7 +277,12 @@ class FakeSession:
         for j in range(d + 1):
             logits = self._processed(inputs, b, raw[j], inputs.draft_tokens[b, :j], j)
             u = uniform(int(inputs.seed[b]), int(inputs.sample_offset[b]) + j)
-            limits = (float(inputs.temperature[b]), int(inputs.top_k[b]), float(inputs.top_p[b]), float(inputs.min_p[b]))
+            limits = (
+                float(inputs.temperature[b]),
+                int(inputs.top_k[b]),
+                float(inputs.top_p[b]),
+                float(inputs.min_p[b]),
+            )
             committed.append(sample(logits, *limits, u))
             if j < d and committed[-1] != inputs.draft_tokens[b, j]:
                 return j, committed

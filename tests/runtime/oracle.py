@@ -1,10 +1,12 @@
-"""What the toy model must say, written from the rules in plain loops: one token at a time, no caches, no drafts, no batch."""
+"""What the toy model must say, written from the rules in plain loops: one token at a time, no caches, no drafts, no
+batch."""
 
 from __future__ import annotations
 
 import math
 
 from fake_model import END_THINK, EOS, SPECIALS, THINK, TOOL_CALL, VOCAB
+
 from glm_mtp_export.runtime.sampling import SamplingParams
 
 _M = 0xFFFFFFFF
@@ -21,7 +23,8 @@ def _mix(x: int) -> int:
 
 def _logits(state: int) -> list[float]:
     return [
-        (_mix(state ^ (v * 0x9E3779B9 & _M)) >> 8) * 2.0**-24 * 8.0 if v < _NUM_TOKENS else -math.inf for v in range(VOCAB)
+        (_mix(state ^ (v * 0x9E3779B9 & _M)) >> 8) * 2.0**-24 * 8.0 if v < _NUM_TOKENS else -math.inf
+        for v in range(VOCAB)
     ]
 
 
@@ -71,7 +74,9 @@ def _penalised(logits: list[float], params: SamplingParams, prompt: list[int], o
     for t in output:
         counts[t] = counts.get(t, 0) + 1
     result = []
-    repetition, frequency, presence = map(_f32, (params.repetition_penalty, params.frequency_penalty, params.presence_penalty))
+    repetition, frequency, presence = map(
+        _f32, (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+    )
     seen = set(prompt) | set(output)
     for v, x in enumerate(logits):
         if v in seen:
@@ -84,7 +89,9 @@ def _penalised(logits: list[float], params: SamplingParams, prompt: list[int], o
     return result
 
 
-def generate(prompt: list[int], params: SamplingParams, seed: int, limit: int) -> tuple[list[int], str, list[float | None]]:
+def generate(
+    prompt: list[int], params: SamplingParams, seed: int, limit: int
+) -> tuple[list[int], str, list[float | None]]:
     """Output ids, finish reason, log-probability of each id (None where the host forced it)."""
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
     tokens = list(prompt)
@@ -101,7 +108,9 @@ def generate(prompt: list[int], params: SamplingParams, seed: int, limit: int) -
         if len(output) < params.min_tokens:
             logits = [-math.inf if v in stops else x for v, x in enumerate(logits)]
         token = _draw(logits, params, seed, len(output))
-        forced = thinking and params.thinking_budget is not None and spent == params.thinking_budget and token != END_THINK
+        forced = (
+            thinking and params.thinking_budget is not None and spent == params.thinking_budget and token != END_THINK
+        )
         if forced:
             token = END_THINK
         output.append(token)

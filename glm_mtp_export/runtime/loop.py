@@ -1,0 +1,195 @@
+"""The engine's thread: requests come in from any thread, deltas go out to whoever waits.
+
+In: `submit` from any thread. Out: a `RequestHandle` to iterate, to wait on, or with a callback. The engine itself is
+touched by the loop's thread only; requests and aborts reach it through an inbox that is emptied between two steps, so
+an abort takes effect within one step. What may go wrong: a refused request raises `RequestError` in `submit`; when the
+session fails, every waiting request gets that error and later ones are refused with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from glm_mtp_export.errors import EngineError
+from glm_mtp_export.runtime.engine import Engine
+from glm_mtp_export.runtime.request import Completion, Delta, GenerationResult, Request
+
+__all__ = ["EngineLoop", "RequestHandle"]
+
+_log = logging.getLogger(__name__)
+
+
+class RequestHandle:
+    """One submitted request, on the caller's side."""
+
+    def __init__(self, request: Request, loop: EngineLoop, on_delta: Callable[[Delta], None] | None) -> None:
+        self.request = request
+        self._loop = loop
+        self._on_delta = on_delta
+        self._deltas: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
+        self._completions: dict[int, Completion] = {}
+        self._accepted = threading.Event()
+        self._finished = threading.Event()
+        self._error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[Delta]:
+        """Deltas as they come, until every sequence has ended. Leaving early aborts the request."""
+        remaining = self.request.params.n
+        try:
+            while remaining:
+                item = self._deltas.get()
+                if isinstance(item, BaseException):
+                    raise item
+                remaining -= item.finished
+                yield item
+        finally:
+            if remaining:
+                self.abort()
+
+    def result(self, timeout: float | None = None) -> GenerationResult:
+        """Wait for all sequences. TimeoutError after `timeout` seconds."""
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"request {self.request.request_id!r} did not finish in {timeout} s")
+        if self._error is not None:
+            raise self._error
+        completions = tuple(self._completions[i] for i in sorted(self._completions))
+        return GenerationResult(self.request.request_id, self.request.prompt_token_ids, completions)
+
+    def abort(self) -> None:
+        """End the request; its last deltas say `abort`. Harmless when it has ended already."""
+        self._loop.abort(self.request.request_id)
+
+    # ---- called by the loop's thread
+
+    def _deliver(self, delta: Delta) -> bool:
+        if delta.completion is not None:
+            self._completions[delta.index] = delta.completion
+        done = len(self._completions) == self.request.params.n
+        if self._on_delta is not None:
+            try:
+                self._on_delta(delta)
+            except Exception:  # a caller's callback must not stop everyone else's requests
+                _log.exception("on_delta of request %r failed; aborting it", self.request.request_id)
+                self.abort()
+        else:
+            self._deltas.put(delta)
+        if done:
+            self._finished.set()
+        return done
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._deltas.put(error)
+        self._accepted.set()
+        self._finished.set()
+
+
+class EngineLoop:
+    """Owns an engine and the thread that steps it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._wake = threading.Condition()
+        self._inbox: deque[RequestHandle | str] = deque()
+        self._handles: dict[str, RequestHandle] = {}
+        self._draining = False
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="glm-mtp-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, on_delta: Callable[[Delta], None] | None = None) -> RequestHandle:
+        """Queue a request; returns once the engine has taken or refused it. `on_delta` runs in the engine's thread."""
+        handle = RequestHandle(request, self, on_delta)
+        with self._wake:
+            if self._failure is not None:
+                raise EngineError(f"The engine has stopped after an error ({self._failure}). Restart it.")
+            if self._draining or self._closing:
+                raise EngineError("The engine is draining and takes no new requests. Send it to another replica.")
+            self._inbox.append(handle)
+            self._wake.notify()
+        handle._accepted.wait()
+        if handle._error is not None:
+            raise handle._error
+        return handle
+
+    def abort(self, request_id: str) -> None:
+        """End a request within one step."""
+        with self._wake:
+            self._inbox.append(request_id)
+            self._wake.notify()
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Refuse new requests and wait for the running ones; False when `timeout` seconds were not enough."""
+        with self._wake:
+            self._draining = True
+            return self._wake.wait_for(lambda: not self._handles and not self._inbox, timeout)
+
+    def close(self) -> None:
+        """Abort what still runs and end the thread."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    @property
+    def is_healthy(self) -> bool:
+        """True while the thread takes requests."""
+        return self._failure is None and not self._closing and self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while self._take_inbox():
+                for delta in self.engine.step():
+                    self._dispatch(delta)
+        except BaseException as error:
+            _log.exception("the engine stopped")
+            self._fail_all(error)
+        else:
+            self._fail_all(EngineError("The engine was closed before the request ended."))
+
+    def _take_inbox(self) -> bool:
+        """Empty the inbox, sleeping while there is nothing to do; False when closing."""
+        with self._wake:
+            self._wake.notify_all()  # for drain
+            self._wake.wait_for(lambda: self._closing or bool(self._inbox) or self.engine.has_work)
+            if self._closing:
+                return False
+            items = list(self._inbox)
+            self._inbox.clear()
+            for item in items:
+                if isinstance(item, RequestHandle):
+                    self._admit(item)
+                else:
+                    self.engine.abort(item)
+        return True
+
+    def _admit(self, handle: RequestHandle) -> None:
+        try:
+            self.engine.add_request(handle.request)
+        except Exception as error:
+            handle._fail(error)
+            return
+        self._handles[handle.request.request_id] = handle
+        handle._accepted.set()
+
+    def _dispatch(self, delta: Delta) -> None:
+        handle = self._handles.get(delta.request_id)
+        if handle is not None and handle._deliver(delta):
+            with self._wake:
+                del self._handles[delta.request_id]
+
+    def _fail_all(self, error: BaseException) -> None:
+        with self._wake:
+            self._failure = error
+            waiting = [*self._handles.values(), *(i for i in self._inbox if isinstance(i, RequestHandle))]
+            self._handles.clear()
+            self._inbox.clear()
+            self._wake.notify_all()
+        for handle in waiting:
+            handle._fail(error)
