@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-__all__ = ["U32", "assert_close", "assert_same"]
+__all__ = ["U32", "assert_close", "assert_same", "rounding"]
 
 U32 = 2.0**-24  # largest relative error of one float32 rounding
 
@@ -39,3 +39,8 @@ def assert_same(actual: np.ndarray, expected: np.ndarray, what: str = "output") 
         raise AssertionError(
             f"{what}{list(place)}: {actual[place]}, expected {np.asarray(expected)[place]}; {len(different)} differ"
         )
+
+
+def rounding(length: int, magnitude: ArrayLike = 1.0) -> np.ndarray:
+    """Tolerance of a float32 sum of `length` terms whose absolute values sum to `magnitude`: a random walk of roundings, 4 sigma."""
+    return 4.0 * np.sqrt(length) * U32 * np.asarray(magnitude, np.float64)
