@@ -130,6 +130,16 @@ def step_inputs(config: ModelConfig, speculation: SpeculationConfig, caches: tup
     if speculation.enable_structured_output:
         words = -(-config.vocab_size // 32)
         specs.append(TensorSpec("token_bitmask", i32, ("B", speculation.num_slots, words), "bit v: token v is allowed"))
+    if speculation.enable_penalties:
+        vocab = config.vocab_size
+        specs += [
+            TensorSpec("presence_penalty", f32, ("B",), "0: none"),
+            TensorSpec("frequency_penalty", f32, ("B",), "0: none"),
+            TensorSpec("repetition_penalty", f32, ("B",), "1: none"),
+            TensorSpec("output_counts", i32, ("B", vocab), "how often each id was committed to the output"),
+            TensorSpec("prompt_mask", i32, ("B", vocab), "1 where the prompt has the id"),
+            TensorSpec("logit_bias", f32, ("B", vocab), "added to the logits first"),
+        ]
     specs += [TensorSpec(c.name, c.dtype, c.shape("N"), "paged pool, updated in place") for c in caches]
     return tuple(specs)
 

@@ -102,6 +102,7 @@ class SpeculationConfig:
     relaxed_topk: int = 10
     relaxed_delta: float = 0.6
     enable_structured_output: bool = False
+    enable_penalties: bool = False  # presence, frequency and repetition penalties, and logit bias
     num_logprobs: int = -1  # -1: no log-probabilities; 0: of the committed token; n: also the n most likely
 
     @property

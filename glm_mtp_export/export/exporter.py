@@ -63,6 +63,8 @@ class ExportOptions:
     dtype: str | None = None
     cache_dtype: str | None = None
     speculation: SpeculationConfig = SpeculationConfig()
+    tensor_parallel_size: int = 1
+    expert_parallel: bool = False
     overwrite: bool = False
 
     def __post_init__(self) -> None:

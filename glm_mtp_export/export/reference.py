@@ -59,6 +59,11 @@ def reference_feeds(
         feeds["relaxed_delta"] = np.array([speculation.relaxed_delta], np.float32)
     if speculation.enable_structured_output:
         feeds["token_bitmask"] = np.full((1, speculation.num_slots, -(-config.vocab_size // 32)), -1, np.int32)
+    if speculation.enable_penalties:
+        feeds |= {name: np.zeros(1, np.float32) for name in ("presence_penalty", "frequency_penalty")}
+        feeds["repetition_penalty"] = np.ones(1, np.float32)
+        feeds |= {name: np.zeros((1, config.vocab_size), np.int32) for name in ("output_counts", "prompt_mask")}
+        feeds["logit_bias"] = np.zeros((1, config.vocab_size), np.float32)
     return feeds
 
 

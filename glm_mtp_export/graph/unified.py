@@ -91,6 +91,11 @@ class UnifiedStep(torch.nn.Module):
     def _accepted(self, inputs: Mapping[str, Tensor], logits: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Acceptance on float32 logits [B * slots, V]: the two outputs, and the committed tokens [B, slots]."""
         speculation = self.speculation
+        if speculation.enable_penalties:
+            names = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+            state = ("output_counts", "prompt_mask", "logit_bias")
+            given = (inputs[name] for name in (*names, *state))
+            logits = ops.penalties(logits, inputs["draft_tokens"], *given, speculation.num_slots)
         if speculation.enable_structured_output:
             logits = ops.mask_logits(logits, inputs["token_bitmask"])
         relaxed = speculation.use_relaxed_acceptance_for_thinking

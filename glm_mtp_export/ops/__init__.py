@@ -6,6 +6,7 @@ from glm_mtp_export.ops.indexer import GlmCacheIndex, GlmCacheWrite, GlmIndexerH
 from glm_mtp_export.ops.linear import linear, linear_fp8, silu_mul
 from glm_mtp_export.ops.mla_attention import mla_attention
 from glm_mtp_export.ops.norm import add_rms_norm, rms_norm
+from glm_mtp_export.ops.penalties import penalties
 from glm_mtp_export.ops.record import DOMAIN, OP_TABLE, OP_VERSION, PLUGIN_ATTRIBUTES, Attribute, OpRecord, Port
 from glm_mtp_export.ops.rope import GlmRotate
 from glm_mtp_export.ops.router import router
@@ -34,6 +35,7 @@ __all__ = [
     "linear_fp8",
     "mask_logits",
     "mla_attention",
+    "penalties",
     "rms_norm",
     "router",
     "shift_rows",
