@@ -112,8 +112,9 @@ class EngineProfile:
 class Machine:
     """What an engine is loaded with: versions of the toolchain, the card, the plugin library."""
 
-    toolchain: Mapping[str, str]  # "tensorrt" or "tensorrt_rtx", "cuda"
+    toolchain: Mapping[str, str]  # "tensorrt" or "tensorrt_rtx", and "cuda": what the plugin library was compiled with
     compute_capability: str  # of the card, such as "9.0"
+    driver_cuda: str  # the newest CUDA that the driver serves, such as "13.0"
     plugin_sha256: str
 
 
@@ -195,6 +196,9 @@ class EngineManifest:
             found = machine.toolchain.get(name)
             if found != built:
                 problems.append(f"it was built with {name} {built}, here is {found or 'none'}")
+        cuda = self.toolchain.get("cuda", "0.0")
+        if _version(machine.driver_cuda) < _version(cuda):
+            problems.append(f"it needs CUDA {cuda}, this driver serves {machine.driver_cuda} (update the driver)")
         if not self._runs_on(machine.compute_capability):
             built = self.compute_capability + (" or newer" if self.newer_cards else "")
             problems.append(f"it was built for compute capability {built}, this card has {machine.compute_capability}")

@@ -58,7 +58,7 @@ def fill(out: Path, python: str) -> None:
 
 
 def pack(out: Path) -> Path:
-    """Write OUT.tar.xz, with an x86 branch filter and a window that spans the libraries: its size limits who can use it."""
+    """Write OUT.tar.xz: an x86 branch filter and a window that spans the libraries, since it may have to travel."""
     archive = out.with_name(out.name + ".tar.xz")
     with archive.open("wb") as stream:
         tar = subprocess.Popen(["tar", "cf", "-", "-C", str(out), "."], stdout=subprocess.PIPE)

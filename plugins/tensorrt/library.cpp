@@ -4,6 +4,8 @@
 
 #include <glm_kernels/status.h>
 
+#include <cuda_runtime_api.h>
+
 #include <cstring>
 #include <memory>
 
@@ -137,7 +139,7 @@ std::vector<nvinfer1::IPluginCreatorInterface*> const& creators()
 std::string description()
 {
     std::string text = std::string("{\"release\": \"") + GLM_PLUGIN_RELEASE + "\", \"archs\": \"" + GLM_PLUGIN_ARCHS
-        + "\", \"kernels_abi\": " + std::to_string(glm_kernels_abi_version()) + ", \"namespace\": \"" + kPluginNamespace
+        + "\", \"cuda\": " + std::to_string(CUDART_VERSION) + ", \"kernels_abi\": " + std::to_string(glm_kernels_abi_version()) + ", \"namespace\": \"" + kPluginNamespace
         + "\", \"version\": \"" + kPluginVersion + "\", \"ops\": [";
     for (Op const& op : ops())
     {
@@ -164,7 +166,7 @@ GLM_EXPORT nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count)
     });
 }
 
-// JSON: release, archs, namespace, version and names of the ops. Owned by the library.
+// JSON: release, archs, CUDA, namespace, version and names of the ops. Owned by the library.
 GLM_EXPORT char const* glm_mtp_plugins_info()
 {
     return glm::guarded<char const*>("glm_mtp_plugins_info", "{}", [] {
