@@ -47,7 +47,7 @@ def _experts_body(x: FLOAT, expert_ids: INT32, expert_weights: FLOAT, w13: FLOAT
     inner = op.Gemm(x, op.Reshape(w13, op.Concat(rest, hidden, axis=0)), transB=1)
     by_expert = op.Reshape(inner, op.Concat(op.Constant(value_ints=[0]), num_experts, rest, axis=0))
     gate, up = op.Split(by_expert, num_outputs=2, axis=2)
-    active = gate * op.Sigmoid(gate) * up
+    active = gate / (op.Exp(-gate) + 1.0) * up  # see GlmSiluMul for why not Sigmoid
     each = op.Range(
         op.Constant(value_int=0), op.Squeeze(num_experts, op.Constant(value_ints=[0])), op.Constant(value_int=1)
     )

@@ -72,7 +72,7 @@ def _router_body(
     rest = op.Constant(value_ints=[-1])
     two = op.Constant(value_ints=[2])
     groups = op.Reshape(op.Constant(value_int=n_group), one)
-    scores = op.Sigmoid(op.Gemm(x, weight, transB=1))
+    scores = 1.0 / (op.Exp(-op.Gemm(x, weight, transB=1)) + 1.0)  # see GlmSiluMul for why not Sigmoid
     by_group = op.Reshape(scores + bias, op.Concat(zero, groups, rest, axis=0))
     size = op.Slice(op.Shape(by_group), two, op.Constant(value_ints=[3]), zero)
     pair, _pair_index = op.TopK(by_group, op.Min(size, two), axis=2)

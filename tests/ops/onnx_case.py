@@ -24,13 +24,13 @@ _CACHED_SESSIONS: dict[bytes, onnxruntime.InferenceSession] = {}
 
 
 def functions(names: Sequence[str]) -> list[onnx.FunctionProto]:
-    """Function bodies of the ops in `names`, then the helper functions that bodies call."""
+    """Function bodies of the ops among `names`, then the helper functions that bodies call."""
     helpers = []
     for helper_function in HELPER_FUNCTIONS:
         proto = helper_function.to_function_proto()
         proto.domain = DOMAIN
         helpers.append(proto)
-    return [*(OP_TABLE[name].function_proto() for name in dict.fromkeys(names)), *helpers]
+    return [*(OP_TABLE[name].function_proto() for name in dict.fromkeys(names) if name in OP_TABLE), *helpers]
 
 
 def model_of(
