@@ -82,8 +82,8 @@ class EngineStatistics:
         dead = rate < DEAD_DRAFT_BELOW
         if dead and not self.draft_is_dead:
             _log.warning(
-                "draft is dead: %.1f %% of the first drafts accepted over %d rounds (expected above %.0f %%). Output is "
-                "right but slower than without speculation; run 'glm-mtp verify', or send speculative=False.",
+                "draft is dead: %.1f %% of the first drafts accepted over %d rounds (expected above %.0f %%). "
+                "Output is right but slower than without speculation; run 'glm-mtp verify', or send speculative=False.",
                 100 * rate,
                 self._window_drafted,
                 100 * DEAD_DRAFT_BELOW,

@@ -109,9 +109,10 @@ def fake_config(max_position_embeddings: int = 4096) -> ModelConfig:
         vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, num_nextn_predict_layers=1, num_attention_heads=1,
         q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, intermediate_size=8,
         moe_intermediate_size=8, n_routed_experts=2, n_shared_experts=1, num_experts_per_tok=1, n_group=1, topk_group=1,
-        routed_scaling_factor=1.0, norm_topk_prob=True, mlp_layer_types=(SPARSE,), indexer_types=(FULL,), index_n_heads=1,
-        index_head_dim=8, index_topk=64, index_share_for_mtp_iteration=True, rms_norm_eps=1e-5, rope_theta=1e4,
-        rope_interleave=True, indexer_rope_interleave=True, max_position_embeddings=max_position_embeddings,
+        routed_scaling_factor=1.0, norm_topk_prob=True, mlp_layer_types=(SPARSE,), indexer_types=(FULL,),
+        index_n_heads=1, index_head_dim=8, index_topk=64, index_share_for_mtp_iteration=True, rms_norm_eps=1e-5,
+        rope_theta=1e4, rope_interleave=True, indexer_rope_interleave=True,
+        max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=False, eos_token_ids=(EOS,), pad_token_id=None,
     )  # fmt: skip
 
@@ -277,16 +278,13 @@ class FakeSession:
         for j in range(d + 1):
             logits = self._processed(inputs, b, raw[j], inputs.draft_tokens[b, :j], j)
             u = uniform(int(inputs.seed[b]), int(inputs.sample_offset[b]) + j)
-            limits = (
-                float(inputs.temperature[b]),
-                int(inputs.top_k[b]),
-                float(inputs.top_p[b]),
-                float(inputs.min_p[b]),
-            )
-            committed.append(sample(logits, *limits, u))
+            committed.append(sample(logits, *self._limits(inputs, b), u))
             if j < d and committed[-1] != inputs.draft_tokens[b, j]:
                 return j, committed
         return d, committed
+
+    def _limits(self, inputs: StepInputs, b: int) -> tuple[float, int, float, float]:
+        return float(inputs.temperature[b]), int(inputs.top_k[b]), float(inputs.top_p[b]), float(inputs.min_p[b])
 
     def _processed(self, inputs: StepInputs, b: int, logits: np.ndarray, before: np.ndarray, j: int) -> np.ndarray:
         """Penalties with the drafts before as history, bias, then the mask."""
@@ -334,7 +332,10 @@ class FakeSession:
                 page, offset = self._slots(inputs, b, np.array([position - 1]))
                 self.pools["draft"][page, offset] = token
             state = state + int(contributions(np.array([token]), np.array([position]))[0]) & _M32
-            token = int(np.argmax(toy_logits(np.array([state]), self._manifest.tokenizer_size)[0]))
+            logits = toy_logits(np.array([state]), self._manifest.tokenizer_size)[0]
+            # A draft that knows the draw, so that sampled blocks are accepted as often as greedy ones.
+            u = uniform(int(inputs.seed[b]), int(inputs.sample_offset[b]) + n + 1 + j)
+            token = sample(logits, *self._limits(inputs, b), u)
             position += 1
             if self.draft_errors(position, j) or wrong:
                 token = (token + 1) % 256
