@@ -16,7 +16,7 @@ from glm_mtp_export.engine.selfcheck import Arrays, SelfCheck, self_check
 from glm_mtp_export.engine_manifest import ENGINE_MANIFEST_NAME, EngineManifest, EngineProfile, engine_directory
 from glm_mtp_export.errors import EngineError
 
-__all__ = ["build"]
+__all__ = ["build", "check"]
 
 
 def build(artifact: Path, profile: EngineProfile) -> tuple[EngineManifest, SelfCheck]:
@@ -32,7 +32,7 @@ def build(artifact: Path, profile: EngineProfile) -> tuple[EngineManifest, SelfC
             "with --dialect portable for ONNX Runtime."
         )
     manifest.verify_files(artifact)
-    check = self_check(_runner(artifact, profile), manifest, artifact)
+    checked = self_check(_runner(artifact, profile.threads), manifest, artifact)
     engine = EngineManifest(
         backend="onnxruntime",
         profile=profile,
@@ -43,19 +43,24 @@ def build(artifact: Path, profile: EngineProfile) -> tuple[EngineManifest, SelfC
         step_sha256=manifest.files[STEP_NAME].sha256,
         files={},
         num_plugin_layers=0,
-        notes=() if check.performed else ("no self-check: the artifact holds no reference",),
+        notes=() if checked.performed else ("no self-check: the artifact holds no reference",),
     )
     folder = engine_directory(artifact, "onnxruntime")
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / ENGINE_MANIFEST_NAME) as path:
         path.write_text(engine.to_json(), encoding="utf-8")
-    return engine, check
+    return engine, checked
 
 
-def _runner(artifact: Path, profile: EngineProfile) -> Any:
+def check(artifact: Path, threads: int = 0) -> SelfCheck:
+    """Hold an artifact against its reference without writing anything."""
+    return self_check(_runner(artifact, threads), Manifest.load(artifact), artifact)
+
+
+def _runner(artifact: Path, threads: int) -> Any:
     """A function from step inputs to step outputs on a fresh session."""
     options = ort.SessionOptions()
-    options.intra_op_num_threads = profile.threads
+    options.intra_op_num_threads = threads
     options.log_severity_level = 3
     try:
         session = ort.InferenceSession(str(artifact / STEP_NAME), options, providers=["CPUExecutionProvider"])
