@@ -29,7 +29,8 @@ def _penalties(
 ) -> Tensor:
     batch, vocab = output_counts.shape
     drafts = torch.nn.functional.pad(draft_tokens, (0, 1))[:, :num_slots].long()
-    drafted = torch.nn.functional.one_hot(drafts.clamp(0, vocab - 1), vocab)
+    known = (drafts >= 0) & (drafts < vocab)
+    drafted = torch.nn.functional.one_hot(drafts.clamp(0, vocab - 1), vocab) * known[..., None]
     counts = output_counts[:, None] + drafted.cumsum(1) - drafted
     seen = (counts > 0) | (prompt_mask[:, None] > 0)
     biased = logits.view(batch, num_slots, vocab) + logit_bias[:, None]

@@ -96,6 +96,14 @@ def _accept(rng: np.random.Generator) -> Case:
     return Case("GlmAccept", arrays, dict(num_slots=4, relaxed_topk=3, thinking_end_ids=[8, 20]))
 
 
+def _penalties(rng: np.random.Generator) -> Case:
+    drafts = np.array([[1, 1, 3], [4, 5, 6], [7, 8, 9]], np.int32)
+    scalars = tuple(np.array(v, np.float32) for v in ([0.5, 0, -0.5], [0.25, 1, 0], [1.0, 1.5, 0.5]))
+    counts, prompt = rng.integers(0, 3, (3, 50)).astype(np.int32), rng.integers(0, 2, (3, 50)).astype(np.int32)
+    arrays = (_floats(rng, 12, 50), drafts, *scalars, counts, prompt, _floats(rng, 3, 50))
+    return Case("GlmPenalties", arrays, {"num_slots": 4})
+
+
 def _simple(name: str, shapes: list[tuple[int, ...]], **attributes: Any) -> Callable[[np.random.Generator], Case]:
     return lambda rng: Case(name, tuple(_floats(rng, *shape) for shape in shapes), attributes)
 
@@ -122,6 +130,7 @@ CASES: dict[str, Callable[[np.random.Generator], Case]] = {
     "GlmMaskLogits": lambda rng: Case(
         "GlmMaskLogits", (_floats(rng, 12, 50), rng.integers(-(2**31), 2**31, (3, 4, 2)).astype(np.int32)), {}
     ),
+    "GlmPenalties": _penalties,
     "GlmAccept": _accept,
     "GlmTokenLogprobs": lambda rng: Case(
         "GlmTokenLogprobs", (_floats(rng, 12, 50), rng.integers(0, 50, (3, 4)).astype(np.int32)), {"top_n": 5}

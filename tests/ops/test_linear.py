@@ -84,6 +84,6 @@ def test_silu_mul() -> None:
     gate, up = x[:, :10].astype(np.float64), x[:, 10:].astype(np.float64)
     expected = np.array([[g * u / (1 + math.exp(-g)) if g > -700 else 0.0 for g, u in zip(*r)] for r in zip(gate, up)])
     for outputs in (run, reference):
-        # exp carries its argument's rounding: relative error |gate| u.
-        limit = (6 + np.abs(gate)) * U32 * np.abs(expected) + 1e-35
+        # exp carries its argument's rounding, relative error |gate| u, and overflows where sigmoid is below 3e-39.
+        limit = (6 + np.abs(gate)) * U32 * np.abs(expected) + np.abs(gate * up) * 3e-39
         assert_close(outputs("GlmSiluMul", [x])[0], expected, limit)
