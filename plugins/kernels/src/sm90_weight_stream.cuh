@@ -521,9 +521,10 @@ __global__ void __launch_bounds__(kStreamThreads, StreamShape<kFormat, kTokens>:
     for (int e = threadIdx.x; e < 3 * kMaxScaleSteps; e += kConsumerThreads) {
       const int which = e / kMaxScaleSteps, step = job.first_step + e % kMaxScaleSteps;
       const int block = which == 0 ? gate_block : up_block + which - 1;
-      if (step < job.end_step && block < block_rows) {
-        scales[e] = p.weight_scale[(static_cast<int64_t>(job.expert) * block_rows + block) * scale_steps + step];
-      }
+      if (step >= job.end_step) continue;
+      scales[e] = block < block_rows
+                      ? p.weight_scale[(static_cast<int64_t>(job.expert) * block_rows + block) * scale_steps + step]
+                      : 0.f;  // rows beyond the expert's, whose weights are zero
     }
     named_barrier_sync(1, kConsumerThreads);
     const int up_row_block = weight_row(p, glu, job.row_tile, warp * 16 + 8) / 128;

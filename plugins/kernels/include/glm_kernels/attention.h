@@ -7,9 +7,10 @@
 // cache row  = [rms_norm(first kv_lora) * kv_norm_weight | rope(last rope_dim)], pairs turned in place
 // q head     = [nope_dim | rope_dim]; interleaved: rope turns lanes (2i, 2i+1), else (i, i + rope_dim/2)
 // out_h      = w_uv_h (softmax(scale * (w_uk_h^T q_nope . c + rope(q_rope) . k)) c) over the positions of the list
-// Entries outside [0, own position] contribute nothing, so any negative number may stand in unused slots; they may stand
-// anywhere in the list. A list without entries gives 0. fp32 softmax; the absorbed q, the probabilities and the attention
-// output before w_uv are rounded to bf16.
+// Entries outside [0, own position] contribute nothing, so any negative number may stand in unused slots. A list names
+// no position twice and has its used entries within its first own + 1 slots; later slots are not read. A list without
+// entries gives 0. fp32 softmax; the absorbed q, the probabilities and the attention output before w_uv are rounded to
+// bf16.
 //
 // Cache row formats (pages of 64 positions, as in indexer.h):
 //   GLM_CACHE_BF16  bf16 [num_layers, num_pages, 64, kv_lora + rope_dim]

@@ -1,0 +1,450 @@
+// Sparse MLA over a selection list on Hopper: one block = one row, 64 heads, one split of the list.
+//
+// Warpgroup 2 gathers 64-key tiles into a ring of two (and dequantises FP8 rows to bf16); warpgroup 0 computes the
+// scores of a tile, its softmax, and lanes 0..255 of the output; warpgroup 1 computes lanes 256..511 from the
+// probabilities that warpgroup 0 leaves in shared memory.
+//
+//   full[s]   gather -> math: tile s is in shared memory          empty[s]  math -> gather: tile s may be overwritten
+//   named barrier 1  0 -> 1: probabilities of the tile are there   named barrier 2  1 -> 0: they may be overwritten
+//   named barrier 3  0 -> 1: the row sums are there (not barrier 1: two arrivals of one side would complete it)
+// Deadlock rule: every role walks the same tiles in the same order, tiles without valid entries too.
+//
+// Bound: tensor cores. A row takes 2 * 64 * 2048 * (576 + 512) = 285 MFLOP, 0.36 us at 790 TFLOP/s, and reads 2.4 MB
+// (bf16) or 1.3 MB (FP8) of cache, 0.55 or 0.31 us from memory when rows share nothing.
+#include <cuda_bf16.h>
+#include <math_constants.h>
+
+#include "mla_launches.cuh"
+#include "refusal.h"
+#include "sm90_wgmma.cuh"
+#include "tensor_core.cuh"
+
+namespace glm {
+namespace {
+
+constexpr int kWarpgroup = 128;
+constexpr int kThreads = 3 * kWarpgroup;
+constexpr int kHeads = 64;
+constexpr int kTile = 64;
+constexpr int kLatent = 512;
+constexpr int kRope = 64;
+constexpr int kWidth = kLatent + kRope;
+constexpr int kBlocks = kWidth / 64;              // 64-lane column blocks of q and of a tile
+constexpr int kBlockBytes = 64 * 128;             // 64 rows of 128 bytes
+constexpr int kStages = 2;
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr int kFp8RowBytes = kLatent + 4 * (kLatent / 128) + 2 * kRope;
+
+struct SharedMemory {
+  uint8_t q[kBlocks][kBlockBytes];
+  uint8_t keys[kStages][kBlocks][kBlockBytes];
+  uint8_t probabilities[kBlockBytes];
+  float bias[kStages][kTile];     // 0 for entries of the list, -inf for unused ones
+  float rescale[kHeads];          // of the output so far, for warpgroup 1
+  float denominator[kHeads];
+  uint64_t full[kStages], empty[kStages];
+};
+static_assert(sizeof(SharedMemory) <= 227 * 1024, "a block has 227 KB of shared memory on sm_90");
+static_assert(kLatent == 2 * 256, "each math warpgroup owns 256 output lanes, the widest wgmma");
+
+struct AttendArgs {
+  const __nv_bfloat16* absorbed_q;
+  const uint8_t* layer;
+  const int32_t* selection;
+  const int32_t* positions;
+  const int32_t* row_requests;
+  const int32_t* block_table;
+  __nv_bfloat16* attended;
+  MlaPartials partials;
+  int num_requests, pages_per_request, num_pages, num_heads, topk, tiles_per_split;
+  float scale_log2;
+};
+
+__device__ void barrier_init(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+__device__ void barrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(shared_address(barrier)) : "memory");
+}
+__device__ void barrier_wait(uint64_t* barrier, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "wait:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra wait;\n}\n" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+template <int kId>
+__device__ void named_sync() {
+  asm volatile("bar.sync %0, %1;\n" ::"n"(kId), "n"(2 * kWarpgroup) : "memory");
+}
+template <int kId>
+__device__ void named_arrive() {
+  asm volatile("bar.arrive %0, %1;\n" ::"n"(kId), "n"(2 * kWarpgroup) : "memory");
+}
+
+// Byte offset of a 16-byte chunk in a swizzled block of 128-byte rows.
+__device__ uint32_t swizzled(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
+
+// What the gathering thread knows of its four keys of a tile (key = 16 i + thread / 8).
+struct TileRows {
+  int64_t slot[4];
+};
+
+__device__ TileRows find_rows(const AttendArgs& args, const int32_t* list, const int32_t* pages, int position, int tile,
+                              int thread) {
+  TileRows rows;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int entry = tile * kTile + i * 16 + thread / 8;
+    const int key = entry < args.topk ? __ldg(list + entry) : -1;
+    rows.slot[i] = key >= 0 && key <= position ? cache_slot(pages, args.num_pages, key) : -1;
+  }
+  return rows;
+}
+
+__device__ void gather_bf16(const AttendArgs& args, const TileRows& rows, uint8_t (*tile)[kBlockBytes], int thread) {
+  const int chunk = thread % 8;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int key = i * 16 + thread / 8;
+    const bool valid = rows.slot[i] >= 0;
+    const uint8_t* source = args.layer + (valid ? rows.slot[i] : 0) * (2 * kWidth) + chunk * 16;
+    const uint32_t target = shared_address(tile) + swizzled(key, chunk);
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      copy_async_16(target + block * kBlockBytes, source + block * 128, valid);
+    }
+  }
+  copy_async_commit();
+}
+
+__device__ void gather_fp8(const AttendArgs& args, const TileRows& rows, uint8_t (*tile)[kBlockBytes], int thread) {
+  const int part = thread % 8;
+#pragma unroll
+  for (int i0 = 0; i0 < 4; i0 += 2) {
+    uint4 bytes[2][4], rope[2];
+    float4 scales[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t slot = rows.slot[i0 + i];
+      const uint8_t* source = args.layer + (slot < 0 ? 0 : slot) * kFp8RowBytes;
+      const uint4 zero = make_uint4(0u, 0u, 0u, 0u);
+#pragma unroll
+      for (int group = 0; group < 4; ++group) {
+        bytes[i][group] = slot < 0 ? zero : __ldg(reinterpret_cast<const uint4*>(source + group * 128 + part * 16));
+      }
+      scales[i] = slot < 0 ? make_float4(0.f, 0.f, 0.f, 0.f) : __ldg(reinterpret_cast<const float4*>(source + kLatent));
+      rope[i] = slot < 0 ? zero : __ldg(reinterpret_cast<const uint4*>(source + kLatent + 16 + part * 16));
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int key = (i0 + i) * 16 + thread / 8;
+      const float group_scale[4] = {scales[i].x, scales[i].y, scales[i].z, scales[i].w};
+#pragma unroll
+      for (int group = 0; group < 4; ++group) {
+        const uint4 b = bytes[i][group];
+        const uint2 v0 = dequantise_e4m3x4(b.x, group_scale[group]), v1 = dequantise_e4m3x4(b.y, group_scale[group]);
+        const uint2 v2 = dequantise_e4m3x4(b.z, group_scale[group]), v3 = dequantise_e4m3x4(b.w, group_scale[group]);
+        uint8_t* block = tile[group * 2 + part / 4];
+        const int chunk = part % 4 * 2;
+        *reinterpret_cast<uint4*>(block + swizzled(key, chunk)) = make_uint4(v0.x, v0.y, v1.x, v1.y);
+        *reinterpret_cast<uint4*>(block + swizzled(key, chunk + 1)) = make_uint4(v2.x, v2.y, v3.x, v3.y);
+      }
+      *reinterpret_cast<uint4*>(tile[kBlocks - 1] + swizzled(key, part)) = rope[i];
+    }
+  }
+}
+
+__device__ void write_bias(const TileRows& rows, float* bias, int thread) {
+  if (thread % 8 == 0) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) bias[i * 16 + thread / 8] = rows.slot[i] >= 0 ? 0.f : -CUDART_INF_F;
+  }
+}
+
+template <bool kFp8>
+__device__ void run_gather(const AttendArgs& args, SharedMemory& shared, const int32_t* list, const int32_t* pages,
+                           int position, int first_tile, int num_tiles, int thread) {
+  if (num_tiles == 0) return;
+  TileRows rows = find_rows(args, list, pages, position, first_tile, thread);
+  const auto publish = [&](int stage) {
+    fence_shared_for_wgmma();
+    barrier_arrive(&shared.full[stage]);
+  };
+  for (int i = 0; i < num_tiles; ++i) {
+    const int stage = i % kStages;
+    if (i >= kStages) barrier_wait(&shared.empty[stage], (i / kStages - 1) & 1);
+    write_bias(rows, shared.bias[stage], thread);
+    if constexpr (kFp8) {
+      gather_fp8(args, rows, shared.keys[stage], thread);
+      if (i + 1 < num_tiles) rows = find_rows(args, list, pages, position, first_tile + i + 1, thread);
+      publish(stage);
+    } else {
+      gather_bf16(args, rows, shared.keys[stage], thread);
+      if (i + 1 < num_tiles) rows = find_rows(args, list, pages, position, first_tile + i + 1, thread);
+      // The first two tiles travel together; later ones can only start once a stage is free, long after the tile before.
+      if (i == 0 && num_tiles > 1) continue;
+      if (i == 1) {
+        copy_async_wait<1>();
+        publish(0);
+      }
+      copy_async_wait<0>();
+      publish(stage);
+    }
+  }
+}
+
+// Scores of a tile: [64 heads x 64 keys].
+__device__ void issue_scores(SharedMemory& shared, int stage, float (&scores)[32]) {
+  const uint64_t q = descriptor_k_major(shared_address(shared.q));
+  const uint64_t keys = descriptor_k_major(shared_address(shared.keys[stage]));
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const uint32_t offset = (block * kBlockBytes + k * 32) >> 4;
+      wgmma_64x64x16(scores, q + offset, keys + offset, block + k > 0);
+    }
+  }
+}
+
+// Warpgroup's half of the results: normalised rows, or the split's sums.
+__device__ void write_output(const AttendArgs& args, int row, int split, int head0, int lane0, const float (&sums)[128],
+                             const float (&denominator)[2], const float (&row_max)[2], int thread) {
+  const int warp = thread / 32, lane = thread % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int head = head0 + warp * 16 + half * 8 + lane / 4;
+    const int column0 = lane0 + lane % 4 * 2;
+    if (args.partials.num_splits == 1) {
+      const float inverse = denominator[half] == 0.f ? 0.f : 1.f / denominator[half];
+      __nv_bfloat16* target = args.attended + ((int64_t)row * args.num_heads + head) * kLatent + column0;
+#pragma unroll
+      for (int j = 0; j < 32; ++j) {
+        *reinterpret_cast<uint32_t*>(target + 8 * j) =
+            pack_bf16(sums[4 * j + 2 * half] * inverse, sums[4 * j + 2 * half + 1] * inverse);
+      }
+    } else {
+      const int64_t part = ((int64_t)row * args.partials.num_splits + split) * args.num_heads + head;
+      if (lane0 == 0 && lane % 4 == 0) args.partials.stats[part] = make_float2(row_max[half], denominator[half]);
+      float* target = args.partials.sums + part * kLatent + column0;
+#pragma unroll
+      for (int j = 0; j < 32; ++j) {
+        *reinterpret_cast<float2*>(target + 8 * j) = make_float2(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
+      }
+    }
+  }
+}
+
+__device__ void run_scores_and_left(const AttendArgs& args, SharedMemory& shared, int row, int split, int head0,
+                                    int num_tiles, int thread) {
+  const int warp = thread / 32, lane = thread % 32;
+  float sums[128];
+#pragma unroll
+  for (int i = 0; i < 128; ++i) sums[i] = 0.f;
+  float row_max[2] = {-CUDART_INF_F, -CUDART_INF_F}, row_sum[2] = {0.f, 0.f};
+
+  for (int i = 0; i < num_tiles; ++i) {
+    const int stage = i % kStages;
+    barrier_wait(&shared.full[stage], (i / kStages) & 1);
+    float scores[32];
+    wgmma_fence_registers(scores);
+    wgmma_fence();
+    issue_scores(shared, stage, scores);
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_fence_registers(scores);
+
+    float tile_max[2] = {-CUDART_INF_F, -CUDART_INF_F};
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 bias = *reinterpret_cast<const float2*>(&shared.bias[stage][8 * j + lane % 4 * 2]);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        scores[4 * j + e] = fmaf(scores[4 * j + e], args.scale_log2, e % 2 ? bias.y : bias.x);
+        tile_max[e / 2] = fmaxf(tile_max[e / 2], scores[4 * j + e]);
+      }
+    }
+    float rescale[2], reference[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      tile_max[half] = fmaxf(tile_max[half], __shfl_xor_sync(0xffffffffu, tile_max[half], 1));
+      tile_max[half] = fmaxf(tile_max[half], __shfl_xor_sync(0xffffffffu, tile_max[half], 2));
+      const float new_max = fmaxf(row_max[half], tile_max[half]);
+      rescale[half] = new_max == -CUDART_INF_F ? 1.f : exp2f(row_max[half] - new_max);
+      reference[half] = new_max == -CUDART_INF_F ? 0.f : new_max;
+      row_max[half] = new_max;
+      row_sum[half] *= rescale[half];
+    }
+    uint32_t packed[4][4];  // A fragments of the probabilities, one for each 16 keys
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float low = exp2f(scores[4 * j + 2 * half] - reference[half]);
+        const float high = exp2f(scores[4 * j + 2 * half + 1] - reference[half]);
+        row_sum[half] += low + high;
+        packed[j / 2][(j % 2) * 2 + half] = pack_bf16(low, high);
+      }
+    }
+    if (i > 0) named_sync<2>();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int head = warp * 16 + half * 8 + lane / 4;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        *reinterpret_cast<uint32_t*>(shared.probabilities + swizzled(head, j) + lane % 4 * 4) =
+            packed[j / 2][(j % 2) * 2 + half];
+      }
+      if (lane % 4 == 0) shared.rescale[head] = rescale[half];
+    }
+    fence_shared_for_wgmma();
+    named_arrive<1>();
+#pragma unroll
+    for (int e = 0; e < 128; ++e) sums[e] *= rescale[e % 4 / 2];
+    wgmma_fence_registers(sums);
+    wgmma_fence();
+    const uint64_t values = descriptor_n_major(shared_address(shared.keys[stage]), kBlockBytes);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) wgmma_64x256x16_n_major(sums, packed[k], values + ((k * 2048) >> 4), true);
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_fence_registers(sums);
+    barrier_arrive(&shared.empty[stage]);
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    row_sum[half] += __shfl_xor_sync(0xffffffffu, row_sum[half], 1);
+    row_sum[half] += __shfl_xor_sync(0xffffffffu, row_sum[half], 2);
+    if (lane % 4 == 0) shared.denominator[warp * 16 + half * 8 + lane / 4] = row_sum[half];
+  }
+  named_arrive<3>();
+  write_output(args, row, split, head0, 0, sums, row_sum, row_max, thread);
+}
+
+__device__ void run_right(const AttendArgs& args, SharedMemory& shared, int row, int split, int head0, int num_tiles,
+                          int thread) {
+  const int warp = thread / 32, lane = thread % 32;
+  const int head = warp * 16 + lane / 4;
+  float sums[128];
+#pragma unroll
+  for (int i = 0; i < 128; ++i) sums[i] = 0.f;
+  for (int i = 0; i < num_tiles; ++i) {
+    const int stage = i % kStages;
+    barrier_wait(&shared.full[stage], (i / kStages) & 1);
+    named_sync<1>();
+    const float rescale[2] = {shared.rescale[head], shared.rescale[head + 8]};
+#pragma unroll
+    for (int e = 0; e < 128; ++e) sums[e] *= rescale[e % 4 / 2];
+    wgmma_fence_registers(sums);
+    wgmma_fence();
+    const uint64_t probabilities = descriptor_k_major(shared_address(shared.probabilities));
+    const uint64_t values = descriptor_n_major(shared_address(shared.keys[stage][4]), kBlockBytes);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      wgmma_64x256x16_n_major(sums, probabilities + ((k * 32) >> 4), values + ((k * 2048) >> 4), true);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_fence_registers(sums);
+    if (i + 1 < num_tiles) named_arrive<2>();
+    barrier_arrive(&shared.empty[stage]);
+  }
+  named_sync<3>();
+  const float denominator[2] = {shared.denominator[head], shared.denominator[head + 8]};
+  const float unused[2] = {0.f, 0.f};
+  write_output(args, row, split, head0, 256, sums, denominator, unused, thread);
+}
+
+template <bool kFp8>
+__global__ void __launch_bounds__(kThreads, 1) attend_kernel(const __grid_constant__ AttendArgs args) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  SharedMemory& shared = *reinterpret_cast<SharedMemory*>(shared_bytes);
+  const int split = blockIdx.x, head0 = blockIdx.y * kHeads, row = blockIdx.z;
+  const int warpgroup = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
+  const int request = args.row_requests[row], position = args.positions[row];
+  const bool padding = (unsigned)request >= (unsigned)args.num_requests ||
+                       (unsigned)position >= (unsigned)(args.pages_per_request * GLM_PAGE_SIZE);
+  // The used entries come first and are at most own position + 1.
+  const int list_tiles = padding ? 0 : (min(args.topk, position + 1) + kTile - 1) / kTile;
+  const int first_tile = split * args.tiles_per_split;
+  const int num_tiles = max(min(args.tiles_per_split, list_tiles - first_tile), 0);
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      barrier_init(&shared.full[stage], kWarpgroup);
+      barrier_init(&shared.empty[stage], 2 * kWarpgroup);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+  }
+  if (num_tiles > 0) {
+    const __nv_bfloat16* q = args.absorbed_q + ((int64_t)row * args.num_heads + head0) * kWidth;
+    for (int index = threadIdx.x; index < kHeads * kBlocks * 8; index += kThreads) {
+      const int head = index / (kBlocks * 8), block = index % (kBlocks * 8) / 8, chunk = index % 8;
+      copy_async_16(shared_address(shared.q[block]) + swizzled(head, chunk), q + head * kWidth + block * 64 + chunk * 8,
+                    true);
+    }
+    copy_async_commit();
+    copy_async_wait<0>();
+    fence_shared_for_wgmma();
+  }
+  __syncthreads();
+
+  if (warpgroup == 2) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kFp8 ? 104 : 72));
+    const int32_t* list = args.selection + (int64_t)row * args.topk;
+    const int32_t* pages = args.block_table + (int64_t)(padding ? 0 : request) * args.pages_per_request;
+    run_gather<kFp8>(args, shared, list, pages, position, first_tile, num_tiles, thread);
+  } else if (warpgroup == 0) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kFp8 ? 200 : 216));
+    run_scores_and_left(args, shared, row, split, head0, num_tiles, thread);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kFp8 ? 200 : 216));
+    run_right(args, shared, row, split, head0, num_tiles, thread);
+  }
+#else
+  __trap();  // mla_has_sm90_kernel keeps other cards away
+#endif
+}
+
+}  // namespace
+
+bool mla_has_sm90_kernel(const GlmMlaAttentionArgs& args) {
+  if (args.kv_lora != kLatent || args.rope_dim != kRope || args.num_heads % kHeads != 0) return false;
+  static const bool is_hopper = [] {
+    int device = 0, major = 0, minor = 0;
+    if (cudaGetDevice(&device) != cudaSuccess) return false;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    return major == 9 && minor == 0;
+  }();
+  return is_hopper;
+}
+
+int launch_mla_attend_sm90(const GlmMlaAttentionArgs& args, int row0, int num_rows, const void* absorbed_q,
+                           MlaPartials partials, void* attended, cudaStream_t stream) {
+  const int total_tiles = (args.topk + kTile - 1) / kTile;
+  const AttendArgs attend = {static_cast<const __nv_bfloat16*>(absorbed_q),
+                             mla_layer(args),
+                             args.selection + (int64_t)row0 * args.topk,
+                             args.positions + row0,
+                             args.row_requests + row0,
+                             args.block_table,
+                             static_cast<__nv_bfloat16*>(attended),
+                             partials,
+                             args.num_requests,
+                             args.pages_per_request,
+                             args.num_pages,
+                             args.num_heads,
+                             args.topk,
+                             (total_tiles + partials.num_splits - 1) / partials.num_splits,
+                             args.scale * kLog2e};
+  const auto kernel = args.cache_format == GLM_CACHE_FP8 ? attend_kernel<true> : attend_kernel<false>;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SharedMemory));
+  kernel<<<dim3(partials.num_splits, args.num_heads / kHeads, num_rows), kThreads, sizeof(SharedMemory), stream>>>(
+      attend);
+  return launch_status("glm_mla_attention");
+}
+
+}  // namespace glm

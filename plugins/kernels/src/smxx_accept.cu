@@ -1,0 +1,431 @@
+// GlmAccept: one sample for each slot (a cluster of 8 blocks a logits row), then the acceptance rule (a thread a request).
+//
+// Nothing is sorted. top-k and top-p both keep the best-ranked ids while the measure of better-ranked ones (count, or
+// weight) stays below a target; the border is found by histograms over a coarse linear bin of the logit, then over the
+// digits of its order-preserving key. The border is a key plus how many of its equals are kept, lowest ids first.
+// Bound: memory once (16 rows of 154880 are 9.9 MB, 2.3 us); then latency of about two cluster exchanges plus five for
+// each active border, 1 to 2 us each.
+#include <cooperative_groups.h>
+
+#include "glm_kernels/sampling.h"
+#include "refusal.h"
+#include "vocabulary_row.cuh"
+
+namespace glm {
+namespace {
+
+constexpr float kGreedyBelow = 1e-5f;
+constexpr int kBins = 256;
+constexpr float kCoarseRange = 28.f;  // in units of temperature: below e^-28 weights vanish
+
+struct SlotResult {
+  int32_t sample, best, has_nan, relaxed_accepted;
+};
+
+// Weights are added by 32-bit atomics in three parts of 14 bits; a block adds at most 2^17 ids to a bin.
+struct Histogram {
+  uint32_t count[kBins];
+  uint32_t part[3][kBins];
+};
+
+struct SharedState {
+  ClusterExchange exchange;
+  Histogram histograms[2];
+  uint64_t scan_totals[kBins / 32];
+  uint64_t warp_equal[kRowWarps], warp_weight[kRowWarps];
+  uint64_t chosen_before;
+  uint32_t chosen_bin;
+};
+
+// Ids kept so far: key above `key`, and the first `num_equal` ids whose key equals it.
+struct Border {
+  uint32_t key;
+  uint64_t num_equal;
+};
+
+__device__ uint32_t fmix32(uint32_t h) {
+  h ^= h >> 16;
+  h *= 0x85EBCA6Bu;
+  h ^= h >> 13;
+  h *= 0xC2B2AE35u;
+  return h ^ (h >> 16);
+}
+
+// 24 random bits m of an output position; u = (m + 0.5) / 2^24.
+__device__ uint32_t random_bits(int64_t seed, uint32_t position) {
+  uint32_t h = fmix32((uint32_t)(uint64_t)seed ^ 0x9E3779B9u);
+  h = fmix32(h ^ (uint32_t)((uint64_t)seed >> 32));
+  return fmix32(h ^ position) >> 8;
+}
+
+__device__ float logit_of_key(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key); }
+
+// ceil(fraction * total) for 0 <= fraction < 1, exact.
+__device__ uint64_t ceil_of_fraction(float fraction, uint64_t total) {
+  const uint32_t bits = __float_as_uint(fraction);
+  const int exponent = (int)(bits >> 23);
+  if (exponent < 63) return total > 0 ? 1 : 0;  // below 2^-64, subnormals included: product in (0, 1)
+  const uint64_t mantissa = (bits & 0x7fffffu) | 0x800000u;
+  const int shift = 150 - exponent;  // fraction = mantissa * 2^-shift, 24 <= shift <= 87
+  const uint64_t high = __umul64hi(total, mantissa), low = total * mantissa;
+  if (shift >= 64) {
+    const uint64_t floor_value = shift - 64 >= 64 ? 0 : high >> (shift - 64);
+    const uint64_t rest = (shift > 64 ? high << (128 - shift) : 0) | low;
+    return floor_value + (rest != 0);
+  }
+  const uint64_t floor_value = high << (64 - shift) | low >> shift;
+  return floor_value + (low << (64 - shift) != 0);
+}
+
+struct RowSampler {
+  VocabularyRow row;
+  SharedState& state;
+  float maximum, temperature;
+  int buffer;  // histogram to fill next; it is clear
+
+  __device__ uint64_t weight(float logit) const { return fixed_weight(logit, maximum, temperature); }
+
+  __device__ int coarse_bin(float logit) const {
+    if (logit == maximum) return 0;
+    return (int)fminf((maximum - logit) * ((kBins - 1) / kCoarseRange) / temperature, (float)(kBins - 1));
+  }
+
+  // Adds this thread's elements that pass `member` to the current histogram.
+  template <bool kByWeight, typename Member, typename Bin>
+  __device__ void fill(Member member, Bin bin_of) {
+    Histogram& histogram = state.histograms[buffer];
+    for (int i = threadIdx.x; i < row.count; i += kRowThreads) {
+      const float logit = row.at(i);
+      const int coarse = coarse_bin(logit);
+      const uint32_t key = logit_key(logit);
+      if (!member(coarse, key)) continue;
+      const int bin = bin_of(coarse, key);
+      atomicAdd(&histogram.count[bin], 1u);
+      if constexpr (kByWeight) {
+        const uint64_t value = weight(logit);
+        const uint32_t parts[3] = {(uint32_t)value & 0x3fffu, (uint32_t)(value >> 14) & 0x3fffu, (uint32_t)(value >> 28)};
+#pragma unroll
+        for (int p = 0; p < 3; ++p) {
+          if (parts[p] != 0) atomicAdd(&histogram.part[p][bin], parts[p]);
+        }
+      }
+    }
+  }
+
+  // Bins in rank order (0 = best): the bin whose elements carry the measure from below to at least `target`.
+  template <bool kByWeight>
+  __device__ void choose(uint64_t target) {
+    cg::cluster_group cluster = cg::this_cluster();
+    cluster.sync();
+    const int bin = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    uint64_t value = 0, inclusive = 0;
+    if (bin < kBins) {
+      for (int block = 0; block < kRowBlocks; ++block) {
+        const Histogram* histogram = cluster.map_shared_rank(&state.histograms[buffer], block);
+        if constexpr (kByWeight) {
+          value += (uint64_t)histogram->part[0][bin] + ((uint64_t)histogram->part[1][bin] << 14) +
+                   ((uint64_t)histogram->part[2][bin] << 28);
+        } else {
+          value += histogram->count[bin];
+        }
+      }
+      inclusive = value;
+#pragma unroll
+      for (int offset = 1; offset < 32; offset *= 2) {
+        const uint64_t other = __shfl_up_sync(0xffffffffu, inclusive, offset);
+        if (lane >= offset) inclusive += other;
+      }
+      if (lane == 31) state.scan_totals[warp] = inclusive;
+    }
+    __syncthreads();
+    if (bin < kBins) {
+      uint64_t before = inclusive - value;
+      for (int other = 0; other < warp; ++other) before += state.scan_totals[other];
+      if (before < target && target <= before + value) {
+        state.chosen_bin = bin;
+        state.chosen_before = before;
+      }
+    }
+    // The other histogram was last read before the synchronisation above.
+    buffer ^= 1;
+    uint32_t* words = reinterpret_cast<uint32_t*>(&state.histograms[buffer]);
+    for (int i = threadIdx.x; i < (int)(sizeof(Histogram) / 4); i += kRowThreads) words[i] = 0;
+    __syncthreads();
+  }
+
+  // The border that keeps ids while the measure of better-ranked ids is below target (1 <= target <= whole measure).
+  template <bool kByWeight>
+  __device__ Border find_border(uint64_t target) {
+    fill<kByWeight>([](int, uint32_t) { return true; }, [](int coarse, uint32_t) { return coarse; });
+    choose<kByWeight>(target);
+    const int coarse_chosen = state.chosen_bin;
+    target -= state.chosen_before;
+    uint32_t prefix = 0;
+#pragma unroll
+    for (int shift = 24; shift >= 0; shift -= 8) {
+      fill<kByWeight>(
+          [&](int coarse, uint32_t key) {
+            return coarse == coarse_chosen && (shift == 24 || (key >> (shift + 8)) == (prefix >> (shift + 8)));
+          },
+          [&](int, uint32_t key) { return 255 - (int)(key >> shift & 255u); });
+      choose<kByWeight>(target);
+      prefix |= (255u - state.chosen_bin) << shift;
+      target -= state.chosen_before;
+    }
+    if constexpr (kByWeight) {
+      const uint64_t one = weight(logit_of_key(prefix));
+      return {prefix, (target + one - 1) / one};
+    } else {
+      return {prefix, target};
+    }
+  }
+
+  // The id drawn by 24 random bits among ids inside the border with at least `floor_weight`; written by one thread.
+  __device__ void draw(Border border, uint64_t floor_weight, uint32_t bits, int32_t* sample) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const uint32_t lanes_below = (1u << lane) - 1;
+    const int segment = ((row.count + kRowWarps - 1) / kRowWarps + 31) / 32 * 32;
+    const int begin = min(warp * segment, row.count), end = min(begin + segment, row.count);
+
+    uint64_t equal_before = 0;
+    if (border.num_equal > 0) {
+      uint32_t equal = 0;
+      for (int i = begin + lane; i < end; i += 32) equal += logit_key(row.at(i)) == border.key;
+      equal = __reduce_add_sync(0xffffffffu, equal);
+      if (lane == 0) state.warp_equal[warp] = equal;
+      __syncthreads();
+      uint64_t block_equal = 0, all[kRowBlocks];
+      for (int other = 0; other < kRowWarps; ++other) {
+        if (other == warp) equal_before = block_equal;
+        block_equal += state.warp_equal[other];
+      }
+      row.gather_blocks(block_equal, all);
+      for (int block = 0; block < row.rank; ++block) equal_before += all[block];
+    }
+
+    // Weight of element i if kept, else 0; called by whole warps in order, advances `equals`.
+    const auto kept_weight = [&](int i, uint64_t& equals) -> uint64_t {
+      const float logit = i < end ? row.at(i) : 0.f;
+      const uint32_t key = logit_key(logit);
+      const uint32_t same = __ballot_sync(0xffffffffu, i < end && key == border.key);
+      const bool kept = i < end && (key > border.key || (key == border.key && equals + __popc(same & lanes_below) <
+                                                                                  border.num_equal));
+      equals += __popc(same);
+      const uint64_t value = kept ? weight(logit) : 0;
+      return value >= floor_weight ? value : 0;
+    };
+
+    uint64_t warp_total = 0, equals = equal_before;
+    for (int i = begin; i < end; i += 32) warp_total += kept_weight(i + lane, equals);
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) warp_total += __shfl_xor_sync(0xffffffffu, warp_total, offset);
+    if (lane == 0) state.warp_weight[warp] = warp_total;
+    __syncthreads();
+    uint64_t before = 0, block_total = 0, total = 0, all[kRowBlocks];
+    for (int other = 0; other < kRowWarps; ++other) {
+      if (other == warp) before = block_total;
+      block_total += state.warp_weight[other];
+    }
+    row.gather_blocks(block_total, all);
+    for (int block = 0; block < kRowBlocks; ++block) {
+      if (block < row.rank) before += all[block];
+      total += all[block];
+    }
+    // Running sums are integers, so they exceed u * total exactly when they exceed its floor.
+    const uint64_t odd = 2 * (uint64_t)bits + 1;
+    const uint64_t point = __umul64hi(total, odd) << 39 | total * odd >> 25;
+    if (before > point || point >= before + warp_total) return;
+    equals = equal_before;
+    for (int i = begin; i < end; i += 32) {
+      uint64_t inclusive = kept_weight(i + lane, equals);
+#pragma unroll
+      for (int offset = 1; offset < 32; offset *= 2) {
+        const uint64_t other = __shfl_up_sync(0xffffffffu, inclusive, offset);
+        if (lane >= offset) inclusive += other;
+      }
+      const uint32_t past = __ballot_sync(0xffffffffu, before + inclusive > point);
+      if (past != 0) {
+        if (lane == 0) *sample = row.begin + i + __ffs(past) - 1;
+        return;
+      }
+      before += __shfl_sync(0xffffffffu, inclusive, 31);
+    }
+  }
+};
+
+__device__ int clamped_drafts(const GlmAcceptArgs& args, int request) {
+  return min(max(args.num_drafts[request], 0), args.num_slots - 1);
+}
+
+__device__ bool is_relaxed(const GlmAcceptArgs& args, int request, int slot) {
+  if (args.relaxed_topk <= 0 || !args.in_thinking_phase[request]) return false;
+  if (!(args.temperature[request] >= kGreedyBelow)) return false;
+  for (int j = 0; j <= slot; ++j) {
+    const int draft = args.draft_tokens[(int64_t)request * args.draft_width + j];
+    for (int i = 0; i < args.num_thinking_end_ids; ++i) {
+      if (draft == args.thinking_end_ids[i]) return false;
+    }
+  }
+  return true;
+}
+
+// Whether the draft ranks among the relaxed_topk best with a probability within delta of the best one's.
+__device__ bool accepts_relaxed(const GlmAcceptArgs& args, VocabularyRow& row, float maximum, int draft, float logit) {
+  const uint64_t code = rank_code(logit, draft);
+  uint64_t total = 0, better = 0;
+  for (int i = threadIdx.x; i < row.count; i += kRowThreads) {
+    const float other = row.at(i);
+    total += fixed_weight(other, maximum, 1.f);
+    better += rank_code(other, row.begin + i) > code;
+  }
+  total = row.cluster_sum(total);
+  better = row.cluster_sum(better);
+  const double probability = (double)fixed_weight(logit, maximum, 1.f) / (double)total;
+  return better < (uint64_t)args.relaxed_topk &&
+         probability >= (double)(1ull << 40) / (double)total - (double)args.relaxed_delta[0];
+}
+
+// Grid (8, B * num_slots), clusters of 8.
+__global__ void __launch_bounds__(kRowThreads, 2) sample_kernel(const __grid_constant__ GlmAcceptArgs args,
+                                                                SlotResult* results) {
+  extern __shared__ float cached[];
+  __shared__ SharedState state;
+  const int request = blockIdx.y / args.num_slots, slot = blockIdx.y % args.num_slots;
+  const int num_drafts = clamped_drafts(args, request);
+  if (slot > num_drafts) return;  // the whole cluster
+  const float* logits = args.logits + (int64_t)blockIdx.y * args.vocab_size;
+  VocabularyRow row = make_vocabulary_row(logits, args.vocab_size, cached, &state.exchange);
+  SlotResult* result = results + blockIdx.y;
+  const bool leader = row.rank == 0 && threadIdx.x == 0;
+
+  row.load();
+  constexpr uint64_t kNan = ~0ull;  // above every rank code
+  uint64_t best = 0;
+  for (int i = threadIdx.x; i < row.count; i += kRowThreads) {
+    const float logit = row.at(i);
+    const uint64_t code = logit != logit ? kNan : rank_code(logit, row.begin + i);
+    best = code > best ? code : best;
+  }
+  best = row.cluster_max(best);
+  const bool has_nan = best == kNan;
+  const int best_id = has_nan ? 0 : rank_code_id(best);
+  const float maximum = has_nan ? 0.f : logits[best_id], temperature = args.temperature[request];
+  if (leader) *result = {best_id, best_id, has_nan, 0};
+
+  const bool relaxed = slot < num_drafts && is_relaxed(args, request, slot);
+  const bool sampled = temperature >= kGreedyBelow && !relaxed && maximum != -CUDART_INF_F;
+  if (!has_nan && relaxed) {
+    const int draft = args.draft_tokens[(int64_t)request * args.draft_width + slot];
+    if ((unsigned)draft < (unsigned)args.vocab_size) {
+      const bool accepted = accepts_relaxed(args, row, maximum, draft, logits[draft]);
+      if (leader) result->relaxed_accepted = accepted;
+    }
+  } else if (!has_nan && sampled) {
+    RowSampler sampler = {row, state, maximum, temperature, 0};
+    uint32_t* words = reinterpret_cast<uint32_t*>(state.histograms);
+    for (int i = threadIdx.x; i < (int)(sizeof(state.histograms) / 4); i += kRowThreads) words[i] = 0;
+    __syncthreads();
+
+    Border border = {0, 0};  // keeps every id: keys are above 0
+    const int top_k = args.top_k[request];
+    if (top_k > 0 && top_k < args.vocab_size) border = sampler.find_border<false>(top_k);
+    const float top_p = args.top_p[request];
+    if (top_p < 1.f) {
+      uint64_t total = 0;
+      for (int i = threadIdx.x; i < row.count; i += kRowThreads) {
+        const float logit = row.at(i);
+        if (logit_key(logit) > border.key) total += sampler.weight(logit);
+      }
+      total = sampler.row.cluster_sum(total);
+      if (border.num_equal > 0) total += border.num_equal * sampler.weight(logit_of_key(border.key));
+      const uint64_t wanted = top_p > 0.f ? ceil_of_fraction(top_p, total) : 0;
+      const Border tighter = sampler.find_border<true>(wanted > 0 ? wanted : 1);
+      if (tighter.key == border.key && border.num_equal < tighter.num_equal) {
+        // Equal logits on both borders: the earlier cut already dropped the higher ids.
+      } else {
+        border = tighter;
+      }
+    }
+    const float min_p = fminf(args.min_p[request], 1.f);
+    const uint64_t floor_weight = min_p > 0.f ? (uint64_t)ceil((double)min_p * 1099511627776.0) : 0;
+    const uint32_t bits = random_bits(args.seed[request], (uint32_t)args.sample_offset[request] + (uint32_t)slot);
+    if (leader) result->sample = 0;
+    cg::this_cluster().sync();  // the line above must not overtake the one that draws
+    sampler.draw(border, floor_weight, bits, &result->sample);
+  }
+  cg::this_cluster().sync();  // no block leaves while others read its shared memory
+}
+
+__global__ void accept_kernel(const __grid_constant__ GlmAcceptArgs args, const SlotResult* results) {
+  const int request = blockIdx.x * blockDim.x + threadIdx.x;
+  if (request >= args.num_requests) return;
+  const int num_drafts = clamped_drafts(args, request);
+  const SlotResult* slots = results + (int64_t)request * args.num_slots;
+  int32_t* committed = args.committed + (int64_t)request * args.num_slots;
+  bool has_nan = false;
+  for (int j = 0; j <= num_drafts; ++j) has_nan |= slots[j].has_nan != 0;
+  int num_accepted = num_drafts;
+  for (int j = 0; j < args.num_slots; ++j) {
+    int token = 0;
+    if (!has_nan && j < num_drafts) {
+      const int draft = args.draft_tokens[(int64_t)request * args.draft_width + j];
+      const bool relaxed = is_relaxed(args, request, j);
+      const bool rejected = relaxed ? slots[j].relaxed_accepted == 0 : draft != slots[j].sample;
+      token = !rejected ? draft : relaxed ? slots[j].best : slots[j].sample;
+      if (rejected && j < num_accepted) num_accepted = j;
+    } else if (!has_nan && j == num_drafts) {
+      token = slots[j].sample;
+    }
+    committed[j] = token;
+  }
+  args.num_accepted[request] = has_nan ? 0 : num_accepted;
+  args.next_tokens[request] = has_nan ? -1 : committed[num_accepted];
+}
+
+int check_sizes(const GlmAcceptArgs& args) {
+  const char* entry = "glm_accept";
+  if (args.num_requests < 0 || args.num_slots < 1 || args.num_slots > 33) {
+    return refuse("%s: num_requests %d and num_slots %d, expected >= 0 and 1 .. 33", entry, args.num_requests,
+                  args.num_slots);
+  }
+  if (args.vocab_size < 1 || args.vocab_size > 1 << 20) {
+    return refuse("%s: vocab_size %d, expected 1 .. %d", entry, args.vocab_size, 1 << 20);
+  }
+  if (args.draft_width < args.num_slots - 1) {
+    return refuse("%s: draft_width %d, expected at least num_slots - 1 = %d", entry, args.draft_width,
+                  args.num_slots - 1);
+  }
+  if ((int64_t)args.num_requests * args.num_slots > 65535) {
+    return refuse("%s: %lld logits rows, expected at most 65535; split the batch", entry,
+                  (long long)args.num_requests * args.num_slots);
+  }
+  if (args.num_thinking_end_ids < 0 || args.num_thinking_end_ids > 8) {
+    return refuse("%s: num_thinking_end_ids %d, expected 0 .. 8", entry, args.num_thinking_end_ids);
+  }
+  if (args.relaxed_topk > 0 && (args.in_thinking_phase == nullptr || args.relaxed_delta == nullptr)) {
+    return refuse("%s: relaxed_topk is %d but in_thinking_phase or relaxed_delta is null", entry, args.relaxed_topk);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace glm
+
+size_t glm_accept_workspace_bytes(int num_requests, int num_slots) {
+  if (num_requests <= 0 || num_slots <= 0) return 0;
+  return glm::align_up((size_t)num_requests * num_slots * sizeof(glm::SlotResult), 256);
+}
+
+int glm_accept(const GlmAcceptArgs* args, void* workspace, size_t workspace_bytes, void* stream_pointer) {
+  GLM_RETURN_IF(glm::check_sizes(*args));
+  if (args->num_requests == 0) return 0;
+  GLM_RETURN_IF(glm::check_pointer("glm_accept", "logits", args->logits, 4));
+  GLM_RETURN_IF(glm::check_workspace("glm_accept", workspace, workspace_bytes,
+                                     glm_accept_workspace_bytes(args->num_requests, args->num_slots)));
+  const auto stream = static_cast<cudaStream_t>(stream_pointer);
+  auto* results = static_cast<glm::SlotResult*>(workspace);
+  GLM_RETURN_IF(glm::launch_on_row_clusters("glm_accept", glm::sample_kernel, args->num_requests * args->num_slots,
+                                            args->vocab_size, stream, *args, results));
+  glm::accept_kernel<<<(args->num_requests + 63) / 64, 64, 0, stream>>>(*args, results);
+  return glm::launch_status("glm_accept");
+}

@@ -1,0 +1,283 @@
+// Indexer, second launch: scores of every visible key for the rows whose context exceeds index_topk.
+//
+// One block takes a tile of 8 neighbouring rows and every num_splits-th page. Rows of one request in the tile form a run;
+// a page is brought to shared memory once for the whole run. A warp owns one row (its 32 heads x 128 lanes of q stay in
+// registers as B operands) and up to four 16-key slices of the page; heads lie along N, so the gated sum over heads stays
+// inside a thread and a quad.
+//
+// Lanes of K are permuted alike on both sides, so that a thread reads its share of a row as 16 bytes:
+//   bf16  a 64-byte block holds 32 lanes = 2 steps of k16; quad thread t has lanes 8t .. 8t+7 of it
+//   FP8   a 64-byte block holds 64 lanes = 4 steps; quad thread t has lanes 16t .. 16t+15, widened to f16 (exact)
+//
+// Bound: memory for up to 4 rows a request (a page is 16.4 KB bf16, 8.4 KB FP8: 3.8 and 2.0 ns at 4.3 TB/s against 2.7 ns
+// of tensor time for 4 rows x 32 heads), tensor cores above.
+#include <cuda_bf16.h>
+#include <math_constants.h>
+
+#include "indexer_launches.cuh"
+#include "refusal.h"
+#include "tensor_core.cuh"
+
+namespace glm {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kTileRows = 8;
+constexpr int kStages = 4;
+constexpr int kTargetBlocks = 2 * 132;  // two blocks fit on each multiprocessor
+
+struct ScoreArgs {
+  const uint8_t* q;  // bf16 or e4m3 [rows, heads, head_dim]
+  const float* gates;
+  const int32_t* positions;
+  const int32_t* row_requests;
+  const int32_t* block_table;
+  const uint8_t* layer;
+  float* scores;
+  int64_t page_bytes;
+  int num_rows, num_requests, pages_per_request, num_pages, num_heads, head_dim, index_topk;
+};
+
+template <bool kFp8, int kDepth>
+struct Layout {
+  static constexpr int kRowBytes = kFp8 ? kDepth : 2 * kDepth;  // of a key in shared memory
+  static constexpr int kChunks = kRowBytes / 16;
+  static constexpr int kStageBytes = GLM_PAGE_SIZE * kRowBytes + (kFp8 ? GLM_PAGE_SIZE * 4 : 0);
+  static constexpr int kLaneBlocks = kRowBytes / 64;
+
+  // Rows are 64 bytes or a multiple of 128; of the latter, odd rows swap halves so that 8 threads hit 8 banks groups.
+  __device__ static uint32_t offset(int key, int chunk) {
+    return key * kRowBytes + ((kChunks >= 8 ? chunk ^ ((key & 1) << 2) : chunk) << 4);
+  }
+};
+
+__device__ float positive_part(float value) {
+  float result;
+  asm("max.NaN.f32 %0, %1, 0f00000000;\n" : "=f"(result) : "f"(value));  // keeps NaN, which fmaxf would turn into 0
+  return result;
+}
+
+template <bool kFp8, int kDepth>
+__device__ void load_page(const ScoreArgs& args, int page, uint8_t* stage) {
+  using L = Layout<kFp8, kDepth>;
+  const bool valid = (unsigned)page < (unsigned)args.num_pages;
+  const uint8_t* source = args.layer + (valid ? page : 0) * args.page_bytes;
+  const int row_bytes = kFp8 ? args.head_dim : 2 * args.head_dim;
+  const int used_chunks = row_bytes / 16;
+  for (int index = threadIdx.x; index < GLM_PAGE_SIZE * L::kChunks; index += kThreads) {
+    const int key = index / L::kChunks, chunk = index % L::kChunks;
+    const bool used = valid && chunk < used_chunks;
+    copy_async_16(shared_address(stage + L::offset(key, chunk)), source + (used ? key * row_bytes + chunk * 16 : 0), used);
+  }
+  if constexpr (kFp8) {
+    if (threadIdx.x < GLM_PAGE_SIZE / 4) {
+      copy_async_16(shared_address(stage + GLM_PAGE_SIZE * L::kRowBytes + threadIdx.x * 16),
+                    source + (valid ? GLM_PAGE_SIZE * args.head_dim + threadIdx.x * 16 : 0), valid);
+    }
+  }
+}
+
+// kHeadTiles: groups of 8 heads, heads past num_heads have q 0 and gate 0.
+template <bool kFp8, int kDepth, int kHeadTiles>
+__device__ void score_page(const uint8_t* stage, const uint32_t (&q)[kHeadTiles][kDepth / 8],
+                           const float (&gates)[kHeadTiles][2], bool valid_page, int part, int num_parts, int position,
+                           int first_key, float* row_scores) {
+  using L = Layout<kFp8, kDepth>;
+  const int lane = threadIdx.x % 32, group = lane / 4, member = lane % 4;
+  for (int slice = part; slice < GLM_PAGE_SIZE / 16; slice += num_parts) {
+    if (first_key + slice * 16 > position) break;
+    const int key = slice * 16 + group;
+    float sums[kHeadTiles][4] = {};
+#pragma unroll
+    for (int block = 0; block < L::kLaneBlocks; ++block) {
+      const uint4 low = *reinterpret_cast<const uint4*>(stage + L::offset(key, block * 4 + member));
+      const uint4 high = *reinterpret_cast<const uint4*>(stage + L::offset(key + 8, block * 4 + member));
+      const uint32_t low_words[4] = {low.x, low.y, low.z, low.w}, high_words[4] = {high.x, high.y, high.z, high.w};
+      if constexpr (kFp8) {
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+          const uint32_t a[4] = {e4m3x2_to_f16x2(low_words[step]), e4m3x2_to_f16x2(high_words[step]),
+                                 e4m3x2_to_f16x2(low_words[step] >> 16), e4m3x2_to_f16x2(high_words[step] >> 16)};
+#pragma unroll
+          for (int tile = 0; tile < kHeadTiles; ++tile) {
+            mma_f16(sums[tile], a, q[tile][block * 8 + step * 2], q[tile][block * 8 + step * 2 + 1]);
+          }
+        }
+      } else {
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+          const uint32_t a[4] = {low_words[2 * step], high_words[2 * step], low_words[2 * step + 1],
+                                 high_words[2 * step + 1]};
+#pragma unroll
+          for (int tile = 0; tile < kHeadTiles; ++tile) {
+            mma_bf16(sums[tile], a, q[tile][block * 4 + step * 2], q[tile][block * 4 + step * 2 + 1]);
+          }
+        }
+      }
+    }
+    float score[2] = {0.f, 0.f};
+#pragma unroll
+    for (int tile = 0; tile < kHeadTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) score[i / 2] = fmaf(gates[tile][i % 2], positive_part(sums[tile][i]), score[i / 2]);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      score[half] += __shfl_xor_sync(0xffffffffu, score[half], 1);
+      score[half] += __shfl_xor_sync(0xffffffffu, score[half], 2);
+    }
+    if (member < 2) {
+      const int offset = slice * 16 + group + 8 * member;
+      float value = member == 0 ? score[0] : score[1];
+      if constexpr (kFp8) {
+        value *= reinterpret_cast<const float*>(stage + GLM_PAGE_SIZE * L::kRowBytes)[offset];
+      }
+      if (first_key + offset <= position) row_scores[first_key + offset] = valid_page ? value : -CUDART_INF_F;
+    }
+  }
+}
+
+template <bool kFp8, int kDepth, int kHeadTiles>
+__global__ void __launch_bounds__(kThreads, kHeadTiles <= 4 ? 2 : 1) score_kernel(const __grid_constant__ ScoreArgs args) {
+  using L = Layout<kFp8, kDepth>;
+  extern __shared__ __align__(128) uint8_t stages[];
+  const int row0 = blockIdx.y * kTileRows;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, member = lane % 4;
+  const int split = blockIdx.x, num_splits = gridDim.x;
+  const int max_keys = args.pages_per_request * GLM_PAGE_SIZE;
+
+  // The request of a row that needs scores, else -1; the same in every thread.
+  const auto scored_request = [&](int row) {
+    if (row >= row0 + kTileRows || row >= args.num_rows) return -1;
+    const int request = args.row_requests[row], position = args.positions[row];
+    const bool scored = (unsigned)request < (unsigned)args.num_requests && (unsigned)position < (unsigned)max_keys &&
+                        position >= args.index_topk;
+    return scored ? request : -1;
+  };
+
+  int end = row0;
+  for (int begin = row0; begin < row0 + kTileRows; begin = end) {
+    const int request = scored_request(begin);
+    end = begin + 1;
+    if (request < 0) continue;
+    int last_position = args.positions[begin];
+    while (scored_request(end) == request) last_position = max(last_position, args.positions[end++]);
+    const int run = end - begin;
+    const int lanes_of_rows = run <= 1 ? 1 : run <= 2 ? 2 : run <= 4 ? 4 : 8;  // warps side by side over rows
+    const int part = warp / lanes_of_rows, num_parts = kWarps / lanes_of_rows;
+    const int row = begin + warp % lanes_of_rows;
+    const bool active = row < end && part < GLM_PAGE_SIZE / 16;
+    const int position = active ? args.positions[row] : -1;
+    float* row_scores = args.scores + (int64_t)(active ? row : begin) * max_keys;
+
+    const int num_used_pages = last_position / GLM_PAGE_SIZE + 1;
+    if (split >= num_used_pages) continue;
+    const int32_t* pages = args.block_table + (int64_t)request * args.pages_per_request;
+    const int count = (num_used_pages - split + num_splits - 1) / num_splits;
+    __syncthreads();  // the stages may still be read for the run before
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i) {
+      if (i < count) load_page<kFp8, kDepth>(args, pages[split + i * num_splits], stages + i * L::kStageBytes);
+      copy_async_commit();
+    }
+
+    uint32_t q[kHeadTiles][kDepth / 8] = {};
+    float gates[kHeadTiles][2] = {};
+    if (active) {
+      const int q_row_bytes = kFp8 ? args.head_dim : 2 * args.head_dim;
+#pragma unroll
+      for (int tile = 0; tile < kHeadTiles; ++tile) {
+        const int head = tile * 8 + group;
+        const uint8_t* source = args.q + ((int64_t)row * args.num_heads + head) * q_row_bytes;
+#pragma unroll
+        for (int block = 0; block < L::kLaneBlocks; ++block) {
+          const int chunk = block * 4 + member;
+          if (head < args.num_heads && chunk * 16 < q_row_bytes) {
+            const uint4 words = *reinterpret_cast<const uint4*>(source + chunk * 16);
+            const uint32_t list[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              if constexpr (kFp8) {
+                q[tile][block * 8 + 2 * i] = e4m3x2_to_f16x2(list[i]);
+                q[tile][block * 8 + 2 * i + 1] = e4m3x2_to_f16x2(list[i] >> 16);
+              } else {
+                q[tile][block * 4 + i] = list[i];
+              }
+            }
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int gated_head = tile * 8 + member * 2 + i;
+          if (gated_head < args.num_heads) gates[tile][i] = args.gates[(int64_t)row * args.num_heads + gated_head];
+        }
+      }
+    }
+
+    int next_page = kStages - 1 < count ? pages[split + (kStages - 1) * num_splits] : 0;
+    for (int i = 0; i < count; ++i) {
+      copy_async_wait<kStages - 2>();
+      __syncthreads();
+      if (i + kStages - 1 < count) {
+        load_page<kFp8, kDepth>(args, next_page, stages + (i + kStages - 1) % kStages * L::kStageBytes);
+        if (i + kStages < count) next_page = pages[split + (i + kStages) * num_splits];
+      }
+      copy_async_commit();
+      if (active) {
+        const int page_index = split + i * num_splits;
+        const bool valid_page = (unsigned)pages[page_index] < (unsigned)args.num_pages;
+        score_page<kFp8, kDepth, kHeadTiles>(stages + i % kStages * L::kStageBytes, q, gates, valid_page, part, num_parts,
+                                             position, page_index * GLM_PAGE_SIZE, row_scores);
+      }
+    }
+    copy_async_wait<0>();
+  }
+}
+
+template <bool kFp8, int kDepth, int kHeadTiles>
+int launch(const ScoreArgs& args, cudaStream_t stream) {
+  constexpr int kSharedBytes = kStages * Layout<kFp8, kDepth>::kStageBytes;
+  const auto kernel = score_kernel<kFp8, kDepth, kHeadTiles>;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  const int tiles = (int)ceil_div(args.num_rows, kTileRows);
+  int splits = kTargetBlocks / tiles;
+  splits = splits < 1 ? 1 : splits > args.pages_per_request ? args.pages_per_request : splits;
+  kernel<<<dim3(splits, tiles), kThreads, kSharedBytes, stream>>>(args);
+  return launch_status("glm_indexer");
+}
+
+template <bool kFp8, int kDepth>
+int launch_heads(const ScoreArgs& args, cudaStream_t stream) {
+  if (args.num_heads <= 8) return launch<kFp8, kDepth, 1>(args, stream);
+  if (args.num_heads <= 16) return launch<kFp8, kDepth, 2>(args, stream);
+  if (args.num_heads <= 32) return launch<kFp8, kDepth, 4>(args, stream);
+  return launch<kFp8, kDepth, 8>(args, stream);
+}
+
+}  // namespace
+
+int launch_indexer_score(const GlmIndexerArgs& args, const IndexerWorkspace& workspace, int row0, int num_rows,
+                         float* scores, cudaStream_t stream) {
+  const bool fp8 = args.cache_format == GLM_CACHE_FP8;
+  const ScoreArgs score = {
+      static_cast<const uint8_t*>(workspace.q) + (int64_t)row0 * args.num_heads * args.head_dim * (fp8 ? 1 : 2),
+      workspace.gates + (int64_t)row0 * args.num_heads,
+      args.positions + row0,
+      args.row_requests + row0,
+      args.block_table,
+      indexer_layer(args),
+      scores,
+      indexer_page_bytes(args),
+      num_rows,
+      args.num_requests,
+      args.pages_per_request,
+      args.num_pages,
+      args.num_heads,
+      args.head_dim,
+      args.index_topk};
+  if (fp8) return args.head_dim <= 64 ? launch_heads<true, 64>(score, stream) : launch_heads<true, 128>(score, stream);
+  return args.head_dim <= 64 ? launch_heads<false, 64>(score, stream) : launch_heads<false, 128>(score, stream);
+}
+
+}  // namespace glm

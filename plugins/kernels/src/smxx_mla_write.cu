@@ -1,0 +1,129 @@
+// Latent norm + rope + cache write, and rope of the q heads.
+// Bound: memory, about 2 * (kv_lora + rope) bytes read and written a row, plus num_heads * rope for q: microseconds are
+// launch latency up to a few hundred rows.
+#include <cuda_bf16.h>
+
+#include "bf16_vector.cuh"
+#include "mla_launches.cuh"
+#include "refusal.h"
+#include "rope.cuh"
+#include "tensor_core.cuh"
+
+namespace glm {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kMinimumScaleExponent = -100;  // of the FP8 scales; keeps 448 * scale and its inverse finite
+
+// One block a row; thread i < kv_lora / 8 owns eight lanes of the latent, all threads share the rope pairs.
+template <bool kFp8>
+__global__ void __launch_bounds__(kThreads) write_latents_kernel(GlmMlaAttentionArgs args, uint8_t* layer,
+                                                                 int64_t row_bytes, RopeTable table) {
+  __shared__ float warp_sums[kThreads / 32];
+  const int row = blockIdx.x, request = args.row_requests[row], position = args.positions[row];
+  if ((unsigned)request >= (unsigned)args.num_requests) return;
+  if ((unsigned)position >= (unsigned)(args.pages_per_request * GLM_PAGE_SIZE)) return;
+  const int64_t slot =
+      cache_slot(args.block_table + (int64_t)request * args.pages_per_request, args.num_pages, position);
+  if (slot < 0) return;
+  uint8_t* target = layer + slot * row_bytes;
+  const auto* latent = static_cast<const __nv_bfloat16*>(args.latent) + (int64_t)row * args.latent_width +
+                       args.column_offset;
+
+  const int column = threadIdx.x * 8;
+  float values[8] = {};
+  float squares = 0.f;
+  if (column < args.kv_lora) {
+    Bf16x8::load(latent + column).to_float(values);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) squares += values[i] * values[i];
+  }
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, offset);
+  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = squares;
+  __syncthreads();
+  float total = 0.f;
+#pragma unroll
+  for (int warp = 0; warp < kThreads / 32; ++warp) total += warp_sums[warp];
+  const float scale = rsqrtf(total / args.kv_lora + args.eps);
+
+  if (column < args.kv_lora) {
+    float gain[8];
+    Bf16x8::load(static_cast<const __nv_bfloat16*>(args.kv_norm_weight) + column).to_float(gain);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) values[i] = values[i] * scale * gain[i];
+    if constexpr (kFp8) {
+      float amax = 0.f;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) amax = fmaxf(amax, fabsf(values[i]));
+      // 16 threads hold one group of 128 lanes; kv_lora is a multiple of 128, so whole half-warps take part.
+      const unsigned half_warp = threadIdx.x % 32 < 16 ? 0x0000ffffu : 0xffff0000u;
+#pragma unroll
+      for (int offset = 8; offset > 0; offset /= 2) amax = fmaxf(amax, __shfl_xor_sync(half_warp, amax, offset));
+      const float group_scale = power_of_two_scale(amax, kMinimumScaleExponent);
+      const float inverse = 1.f / group_scale;
+      uint32_t words[2] = {};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) words[i / 4] |= (uint32_t)quantise_e4m3(values[i] * inverse) << (8 * (i % 4));
+      // Rows of 4-byte alignment only: 656 is a multiple of 16, smaller models' rows need not be.
+      reinterpret_cast<uint32_t*>(target + column)[0] = words[0];
+      reinterpret_cast<uint32_t*>(target + column)[1] = words[1];
+      if (threadIdx.x % 16 == 0) reinterpret_cast<float*>(target + args.kv_lora)[threadIdx.x / 16] = group_scale;
+    } else {
+      Bf16x8::from_float(values).store(reinterpret_cast<__nv_bfloat16*>(target) + column);
+    }
+  }
+
+  auto* rope_target = reinterpret_cast<__nv_bfloat16*>(
+      target + (kFp8 ? args.kv_lora + 4 * (args.kv_lora / 128) : 2 * args.kv_lora));
+  for (int pair = threadIdx.x; pair < args.rope_dim / 2; pair += kThreads) {
+    const int first = rope_first_lane(pair, args.rope_dim, args.interleaved);
+    const int second = rope_second_lane(pair, args.rope_dim, args.interleaved);
+    const float a = __bfloat162float(latent[args.kv_lora + first]);
+    const float b = __bfloat162float(latent[args.kv_lora + second]);
+    float sine, cosine;
+    rope_sin_cos(table, pair, position, &sine, &cosine);
+    rope_target[first] = __float2bfloat16(a * cosine - b * sine);
+    rope_target[second] = __float2bfloat16(b * cosine + a * sine);
+  }
+}
+
+// Grid (rows, head blocks); a thread turns one pair of one head. Padding rows are turned too: nobody reads them.
+__global__ void __launch_bounds__(kThreads) rotate_q_kernel(GlmMlaAttentionArgs args, int row0,
+                                                            __nv_bfloat16* absorbed_q, RopeTable table) {
+  const int pairs_per_head = args.rope_dim / 2;
+  const int index = blockIdx.y * kThreads + threadIdx.x;
+  const int head = index / pairs_per_head, pair = index % pairs_per_head;
+  if (head >= args.num_heads) return;
+  const int64_t row = row0 + blockIdx.x;
+  const auto* q = static_cast<const __nv_bfloat16*>(args.q) +
+                  (row * args.num_heads + head) * (args.nope_dim + args.rope_dim) + args.nope_dim;
+  __nv_bfloat16* target = absorbed_q +
+                          ((int64_t)blockIdx.x * args.num_heads + head) * (args.kv_lora + args.rope_dim) + args.kv_lora;
+  const int first = rope_first_lane(pair, args.rope_dim, args.interleaved);
+  const int second = rope_second_lane(pair, args.rope_dim, args.interleaved);
+  const float a = __bfloat162float(q[first]), b = __bfloat162float(q[second]);
+  float sine, cosine;
+  rope_sin_cos(table, pair, args.positions[row], &sine, &cosine);
+  target[first] = __float2bfloat16(a * cosine - b * sine);
+  target[second] = __float2bfloat16(b * cosine + a * sine);
+}
+
+}  // namespace
+
+int launch_mla_write_latents(const GlmMlaAttentionArgs& args, cudaStream_t stream) {
+  const RopeTable table = make_rope_table(args.rope_theta, args.rope_dim);
+  const auto kernel = args.cache_format == GLM_CACHE_FP8 ? write_latents_kernel<true> : write_latents_kernel<false>;
+  kernel<<<args.num_rows, kThreads, 0, stream>>>(args, mla_layer(args), mla_row_bytes(args), table);
+  return launch_status("glm_mla_attention");
+}
+
+int launch_mla_rotate_q(const GlmMlaAttentionArgs& args, int row0, int num_rows, void* absorbed_q,
+                        cudaStream_t stream) {
+  const RopeTable table = make_rope_table(args.rope_theta, args.rope_dim);
+  const dim3 grid(num_rows, (unsigned)ceil_div((int64_t)args.num_heads * (args.rope_dim / 2), kThreads));
+  rotate_q_kernel<<<grid, kThreads, 0, stream>>>(args, row0, static_cast<__nv_bfloat16*>(absorbed_q), table);
+  return launch_status("glm_mla_attention");
+}
+
+}  // namespace glm

@@ -1,0 +1,90 @@
+// GlmTokenLogprobs: a cluster of 8 blocks a logits row. Bound: memory once (0.14 us a row of 154880), then latency: two
+// cluster exchanges plus one for each of the top_n ids.
+#include <cooperative_groups.h>
+
+#include "glm_kernels/sampling.h"
+#include "refusal.h"
+#include "vocabulary_row.cuh"
+
+namespace glm {
+namespace {
+
+struct LogprobArgs {
+  const float* logits;
+  const int32_t* committed;
+  float* logprobs;
+  int32_t* top_ids;
+  float* top_logprobs;
+  int vocab_size, top_n;
+};
+
+__global__ void __launch_bounds__(kRowThreads, 2) token_logprobs_kernel(const __grid_constant__ LogprobArgs args) {
+  extern __shared__ float cached[];
+  __shared__ ClusterExchange exchange;
+  const float* logits = args.logits + (int64_t)blockIdx.y * args.vocab_size;
+  VocabularyRow row = make_vocabulary_row(logits, args.vocab_size, cached, &exchange);
+  const bool leader = row.rank == 0 && threadIdx.x == 0;
+
+  row.load();
+  constexpr uint64_t kNan = ~0ull;  // above every rank code
+  // The best code below `limit`; 0 when there is none.
+  const auto best_below = [&](uint64_t limit) {
+    uint64_t best = 0;
+    for (int i = threadIdx.x; i < row.count; i += kRowThreads) {
+      const float logit = row.at(i);
+      const uint64_t code = logit != logit ? kNan : rank_code(logit, row.begin + i);
+      if (code > best && (code < limit || limit == kNan)) best = code;
+    }
+    return row.cluster_max(best);
+  };
+  uint64_t best = best_below(kNan);
+  const bool has_nan = best == kNan;
+  const float maximum = has_nan ? 0.f : logits[rank_code_id(best)];
+  uint64_t total = 0;
+  if (!has_nan) {
+    for (int i = threadIdx.x; i < row.count; i += kRowThreads) total += fixed_weight(row.at(i), maximum, 1.f);
+  }
+  total = row.cluster_sum(total);
+  const double log_sum = log((double)total) - 40.0 * 0.693147180559945309417;
+  // The difference first: both may be large.
+  const auto logprob = [&](float logit) {
+    return has_nan ? CUDART_NAN_F : (float)((double)logit - (double)maximum - log_sum);
+  };
+  if (leader) {
+    const int token = args.committed[blockIdx.y];
+    args.logprobs[blockIdx.y] = (unsigned)token < (unsigned)args.vocab_size ? logprob(logits[token]) : CUDART_NAN_F;
+    if (args.top_n == 0) {
+      args.top_ids[blockIdx.y] = -1;
+      args.top_logprobs[blockIdx.y] = 0.f;
+    }
+  }
+  for (int n = 0; n < args.top_n; ++n) {
+    if (n > 0 && !has_nan && best != 0) best = best_below(best);
+    if (leader) {
+      const int64_t target = (int64_t)blockIdx.y * args.top_n + n;
+      const bool found = !has_nan && best != 0;
+      args.top_ids[target] = found ? rank_code_id(best) : -1;
+      args.top_logprobs[target] = found ? logprob(logits[rank_code_id(best)]) : has_nan ? CUDART_NAN_F : -CUDART_INF_F;
+    }
+  }
+  cg::this_cluster().sync();  // no block leaves while others read its shared memory
+}
+
+}  // namespace
+}  // namespace glm
+
+int glm_token_logprobs(const float* logits, const int32_t* committed, float* logprobs, int32_t* top_ids,
+                       float* top_logprobs, int num_requests, int num_slots, int vocab_size, int top_n, void* stream) {
+  const char* entry = "glm_token_logprobs";
+  if (num_requests < 0 || num_slots < 1 || (int64_t)num_requests * num_slots > 65535) {
+    return glm::refuse("%s: num_requests %d and num_slots %d, expected >= 0 and >= 1, at most 65535 rows", entry,
+                       num_requests, num_slots);
+  }
+  if (vocab_size < 1 || vocab_size > 1 << 20 || top_n < 0 || top_n > 64) {
+    return glm::refuse("%s: vocab_size %d and top_n %d, expected 1 .. %d and 0 .. 64", entry, vocab_size, top_n, 1 << 20);
+  }
+  if (num_requests == 0) return 0;
+  const glm::LogprobArgs args = {logits, committed, logprobs, top_ids, top_logprobs, vocab_size, top_n};
+  return glm::launch_on_row_clusters(entry, glm::token_logprobs_kernel, num_requests * num_slots, vocab_size,
+                                     static_cast<cudaStream_t>(stream), args);
+}

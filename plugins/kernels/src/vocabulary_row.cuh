@@ -1,0 +1,138 @@
+// One row of logits held by a cluster of 8 blocks: loading, cluster-wide sums and maxima, exact fixed-point weights.
+//
+// Each block keeps a contiguous segment of the vocabulary in shared memory (up to kMaxCached logits, the rest is re-read
+// from L2). Weights exp((x - max) / temperature) are rounded to multiples of 2^-40 and summed as 64-bit integers: no sum
+// depends on its order. 2^20 ids of weight 2^40 stay below 2^61.
+#pragma once
+
+#include <cooperative_groups.h>
+#include <math_constants.h>
+#include <stdint.h>
+
+#include "refusal.h"
+
+namespace glm {
+
+namespace cg = cooperative_groups;
+
+constexpr int kRowBlocks = 8;      // of a cluster
+constexpr int kRowThreads = 512;
+constexpr int kRowWarps = kRowThreads / 32;
+constexpr int kMaxCached = 24576;  // logits of a segment in shared memory: two blocks fit on a multiprocessor
+
+// The value of weight 1.
+constexpr float kWeightOne = 1099511627776.f;  // 2^40
+
+// Order-preserving, never called on NaN; -0 counts as +0.
+__device__ inline uint32_t logit_key(float logit) {
+  const uint32_t bits = __float_as_uint(logit + 0.f);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+__device__ inline uint64_t fixed_weight(float logit, float maximum, float temperature) {
+  if (logit == maximum) return 1ull << 40;
+  return __float2ull_rn(expf((logit - maximum) / temperature) * kWeightOne);
+}
+
+// Logits first, lower ids win ties: larger is better.
+__device__ inline uint64_t rank_code(float logit, int id) { return (uint64_t)logit_key(logit) << 32 | (uint32_t)~id; }
+__device__ inline int rank_code_id(uint64_t code) { return (int)~(uint32_t)code; }
+
+// Shared memory for exchanges: two alternating slots, so that one cluster synchronisation an exchange is enough.
+struct ClusterExchange {
+  uint64_t warp_values[kRowWarps];
+  uint64_t block_values[2];
+};
+
+struct VocabularyRow {
+  const float* logits;  // this block's segment
+  float* cached;
+  ClusterExchange* exchange;
+  int begin, count, num_cached, rank, exchange_index;
+
+  __device__ float at(int i) const { return i < num_cached ? cached[i] : logits[i]; }
+
+  __device__ void load() {
+#pragma unroll 4
+    for (int i = threadIdx.x; i < num_cached; i += kRowThreads) cached[i] = logits[i];
+    __syncthreads();
+  }
+
+  // Combines one value a thread over the block.
+  template <typename Combine>
+  __device__ uint64_t block_reduce(uint64_t value, Combine combine) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, offset));
+    __syncthreads();  // warp_values may still be read for the reduction before
+    if (lane == 0) exchange->warp_values[warp] = value;
+    __syncthreads();
+    value = exchange->warp_values[0];
+#pragma unroll
+    for (int other = 1; other < kRowWarps; ++other) value = combine(value, exchange->warp_values[other]);
+    return value;
+  }
+
+  // Every block's value, in rank order: all[r]. One cluster synchronisation.
+  __device__ void gather_blocks(uint64_t value, uint64_t (&all)[kRowBlocks]) {
+    const int slot = exchange_index++ & 1;
+    if (threadIdx.x == 0) exchange->block_values[slot] = value;
+    cg::cluster_group cluster = cg::this_cluster();
+    cluster.sync();
+#pragma unroll
+    for (int block = 0; block < kRowBlocks; ++block) all[block] = *cluster.map_shared_rank(&exchange->block_values[slot], block);
+  }
+
+  template <typename Combine>
+  __device__ uint64_t cluster_reduce(uint64_t value, Combine combine) {
+    uint64_t all[kRowBlocks];
+    gather_blocks(block_reduce(value, combine), all);
+    value = all[0];
+#pragma unroll
+    for (int block = 1; block < kRowBlocks; ++block) value = combine(value, all[block]);
+    return value;
+  }
+  __device__ uint64_t cluster_sum(uint64_t value) {
+    return cluster_reduce(value, [](uint64_t a, uint64_t b) { return a + b; });
+  }
+  __device__ uint64_t cluster_max(uint64_t value) {
+    return cluster_reduce(value, [](uint64_t a, uint64_t b) { return a > b ? a : b; });
+  }
+};
+
+// Ids of a block of the cluster: equal segments, a multiple of 32.
+__host__ __device__ inline int row_segment(int vocab_size) {
+  return ((vocab_size + kRowBlocks - 1) / kRowBlocks + 31) / 32 * 32;
+}
+
+__device__ inline VocabularyRow make_vocabulary_row(const float* row, int vocab_size, float* cached,
+                                                    ClusterExchange* exchange) {
+  const int rank = blockIdx.x, segment = row_segment(vocab_size);
+  const int begin = min(rank * segment, vocab_size), count = min(begin + segment, vocab_size) - begin;
+  return {row + begin, cached, exchange, begin, count, min(count, kMaxCached), rank, 0};
+}
+
+// Launches a kernel with one cluster a row (grid (8, rows)) and room for the cached segment.
+template <typename... Parameters, typename... Arguments>
+int launch_on_row_clusters(const char* entry, void (*kernel)(Parameters...), int num_rows, int vocab_size,
+                           cudaStream_t stream, Arguments... arguments) {
+  const int segment = row_segment(vocab_size);
+  const int shared_bytes = (segment < kMaxCached ? segment : kMaxCached) * 4;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(kRowBlocks, num_rows);
+  config.blockDim = dim3(kRowThreads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = kRowBlocks;
+  cluster.val.clusterDim.y = 1;
+  cluster.val.clusterDim.z = 1;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+  return launch_status(entry);
+}
+
+}  // namespace glm
