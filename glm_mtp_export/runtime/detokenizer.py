@@ -16,6 +16,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from glm_mtp_export.errors import RequestError
 from glm_mtp_export.runtime.tokenizer import Tokenizer
@@ -39,12 +40,18 @@ class TextChunk:
 
 def held_suffix_length(text: str, markers: Sequence[str]) -> int:
     """Length of the longest end of `text` that could still grow into one of `markers` (a proper prefix of it)."""
-    longest = max((len(marker) for marker in markers), default=0)
-    for length in range(min(longest - 1, len(text)), 0, -1):
-        suffix = text[-length:]
-        if any(len(marker) > length and marker.startswith(suffix) for marker in markers):
+    beginnings, longest = _beginnings(tuple(markers))
+    for length in range(min(longest, len(text)), 0, -1):
+        if text[-length:] in beginnings:
             return length
     return 0
+
+
+@lru_cache(maxsize=1024)
+def _beginnings(markers: tuple[str, ...]) -> tuple[frozenset[str], int]:
+    """All proper prefixes of the markers, and the length of the longest."""
+    prefixes = frozenset(marker[:end] for marker in markers for end in range(1, len(marker)))
+    return prefixes, max(map(len, prefixes), default=0)
 
 
 class IncrementalDetokenizer:
@@ -75,6 +82,10 @@ class IncrementalDetokenizer:
         """Take the next ids in order, return the text that became certain."""
         if self._done:
             raise RuntimeError("push after the end of the text")
+        if self._num_ids >= self._min_tokens or not self._stop:
+            text = self._text_without_match(ids)
+            if text is not None:
+                return TextChunk(text)
         sent: list[str] = []
         for index, token_id in enumerate(ids):
             self._num_ids += 1
@@ -86,6 +97,23 @@ class IncrementalDetokenizer:
                 self._done = True
                 return TextChunk("".join(sent), index, match)
         return TextChunk("".join(sent))
+
+    def _text_without_match(self, ids: Sequence[int]) -> str | None:
+        """The usual case, a block at a time: the certain text, or None, with nothing changed, if a stop string is in
+        it."""
+        token_bytes, hidden = self._tokenizer.token_bytes, self._hidden
+        state = self._utf8.getstate() if self._stop else None
+        text = self._pending + self._utf8.decode(b"".join([token_bytes(i) for i in ids if i not in hidden]))
+        if state is not None:
+            for stop in self._stop:
+                if stop in text:
+                    self._utf8.setstate(state)
+                    return None
+            keep = held_suffix_length(text, self._stop)
+            self._pending = text[len(text) - keep :]
+            text = text[: len(text) - keep]
+        self._num_ids += len(ids)
+        return text
 
     def finish(self) -> str:
         """The rest: held characters that turned out not to be a stop string, and U+FFFD for a broken last character."""
