@@ -1,0 +1,151 @@
+"""Between the runtime and every server: admission, delivery to one receiver a request, and an end for each of them.
+
+In: runtime requests from any thread. Out: their deltas, handed to the request's sink on the engine's thread. The front
+counts what runs and waits, so that a full queue is refused at once instead of growing.
+
+What may go wrong: too many sequences raise `QueueFullError`; an unusable request `RequestError`; after `close` has
+begun or the engine has failed `UnavailableError`. Requests that were running then get the error through their sink,
+once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from glm_mtp_export.errors import EngineError, GlmMtpError, RequestError
+from glm_mtp_export.runtime.request import Delta, Request
+from glm_mtp_export.runtime.runtime import Runtime
+
+__all__ = ["Event", "Front", "QueueFullError", "Sink", "UnavailableError"]
+
+_log = logging.getLogger(__name__)
+
+Event: TypeAlias = "Delta | GlmMtpError"
+Sink = Callable[[Event], None]
+"""Called with each delta of a request in order, or once with the error that ended it. Must not block."""
+
+_HEALTH_INTERVAL_SECONDS = 0.25
+
+
+class QueueFullError(RequestError):
+    """Too many requests are waiting; try again later."""
+
+
+class UnavailableError(GlmMtpError):
+    """The engine takes no requests: it is stopping, or it failed."""
+
+
+@dataclass
+class _Live:
+    sink: Sink
+    num_open: int  # sequences without their last delta
+
+
+class Front:
+    """Admits requests to one `Runtime`. `max_sequences`: running and waiting ones together."""
+
+    def __init__(self, runtime: Runtime, *, max_sequences: int = 512) -> None:
+        self.runtime = runtime
+        self.max_sequences = max_sequences
+        self._live: dict[str, _Live] = {}
+        self._num_sequences = 0
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._monitor = threading.Thread(target=self._watch, name="engine-health", daemon=True)
+        self._monitor.start()
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences running or waiting."""
+        return self._num_sequences
+
+    @property
+    def is_ready(self) -> bool:
+        """True while requests are taken."""
+        return not self._closing.is_set() and self.runtime.is_healthy
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queue a request; returns when the engine has taken it, within one step. Deltas may arrive before that."""
+        live = _Live(sink, request.params.n)
+        with self._lock:
+            if self._closing.is_set():
+                raise UnavailableError("The server is stopping and takes no requests. Send it to another replica.")
+            if self._num_sequences + request.params.n > self.max_sequences:
+                raise QueueFullError(
+                    f"{self._num_sequences} sequences are running or waiting, {request.params.n} more would exceed the "
+                    f"limit of {self.max_sequences}. Try again in a moment."
+                )
+            self._num_sequences += request.params.n
+            self._live[request.request_id] = live
+        try:
+            self.runtime.submit(
+                request.prompt_token_ids,
+                request.params,
+                request_id=request.request_id,
+                priority=request.priority,
+                stream=request.stream,
+                on_delta=self._deliver,
+            )
+        except BaseException as error:
+            self._drop(request.request_id)
+            if isinstance(error, EngineError):
+                raise UnavailableError(str(error)) from error
+            raise
+
+    def abort(self, request_id: str) -> None:
+        """End a request within one step; harmless if it has ended. Nothing more is delivered for it."""
+        if self._drop(request_id):
+            self.runtime.abort(request_id)
+
+    def close(self, drain_seconds: float = 0.0) -> None:
+        """Refuse new requests, let running ones finish for so long, end the rest, close the runtime."""
+        self._closing.set()
+        if drain_seconds > 0:
+            self.runtime.drain(drain_seconds)
+        self.runtime.close()
+        self._monitor.join()
+        self._end_all("The server was stopped before the request ended.")
+
+    def _deliver(self, delta: Delta) -> None:
+        live = self._live.get(delta.request_id)
+        if live is None:
+            return
+        if delta.finished:
+            live.num_open -= 1
+            if live.num_open == 0:
+                self._drop(delta.request_id, num_ended=1)
+            else:
+                self._count_down(1)
+        live.sink(delta)
+
+    def _drop(self, request_id: str, num_ended: int | None = None) -> bool:
+        with self._lock:
+            live = self._live.pop(request_id, None)
+            if live is not None:
+                self._num_sequences -= live.num_open if num_ended is None else num_ended
+        return live is not None
+
+    def _count_down(self, count: int) -> None:
+        with self._lock:
+            self._num_sequences -= count
+
+    def _watch(self) -> None:
+        """The runtime tells its own callers when it fails, not callbacks: look, and tell them."""
+        while not self._closing.wait(_HEALTH_INTERVAL_SECONDS):
+            if not self.runtime.is_healthy:
+                self._end_all("The engine failed; the server's log says why. Restart the server.")
+
+    def _end_all(self, message: str) -> None:
+        with self._lock:
+            ended = list(self._live.values())
+            self._live.clear()
+            self._num_sequences -= sum(live.num_open for live in ended)
+        for live in ended:
+            try:
+                live.sink(UnavailableError(message))
+            except Exception:
+                _log.warning("a receiver failed while its request was ended", exc_info=True)

@@ -1,0 +1,385 @@
+"""The OpenAI-compatible HTTP server: chat completions and completions over a runtime, for people without Triton.
+
+Endpoints: POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /v1/models/{id}, GET /health,
+GET /metrics. Errors have OpenAI's body. Statuses: 400 a request that cannot be served, 404 unknown model or path,
+408 a body too slow, 413 a body too large, 429 queue full (with Retry-After), 503 stopping or failed, 504 over the time
+limit, 500 a bug or an answer lost to unusable logits.
+
+A client that disconnects, or stops reading for `write_seconds`, cancels its request; slot and pages are free within one
+step. The engine runs in a thread of its own, rendering and encoding of prompts in a few others; the event loop only
+moves text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fastapi
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from glm_mtp_export import __version__
+from glm_mtp_export.errors import GlmMtpError, OptionError, RequestError
+from glm_mtp_export.runtime.request import Delta
+from glm_mtp_export.runtime.runtime import Runtime
+from glm_mtp_export.serving.front import Event, Front, QueueFullError, UnavailableError
+from glm_mtp_export.serving.http_limits import BodyLimits, error_body
+from glm_mtp_export.serving.openai_requests import (
+    PreparedRequest,
+    ServedModel,
+    UnknownModelError,
+    prepare_chat,
+    prepare_completion,
+)
+from glm_mtp_export.serving.openai_responses import Answer, SequenceFailedError
+from glm_mtp_export.serving.openai_schema import ChatCompletionRequest, CompletionRequest, ErrorResponse
+from glm_mtp_export.serving.sse import EventStream
+
+__all__ = ["ServerLimits", "create_app", "run"]
+
+_log = logging.getLogger(__name__)
+_Body = TypeVar("_Body", ChatCompletionRequest, CompletionRequest)
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """What one client may cost. Times in seconds."""
+
+    max_body_bytes: int = 8 << 20
+    max_sequences: int = 512  # running and waiting
+    read_seconds: float = 30.0
+    write_seconds: float = 30.0
+    request_seconds: float = 3600.0
+    drain_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "max_sequences", "read_seconds", "write_seconds", "request_seconds"):
+            if getattr(self, name) <= 0:
+                raise OptionError(f"{name} is {getattr(self, name)}, expected above 0.")
+
+
+class TimeLimitError(GlmMtpError):
+    """A request ran longer than the server allows."""
+
+
+_STATUS: tuple[tuple[type[Exception], int, str], ...] = (
+    (QueueFullError, 429, "rate_limit_error"),
+    (UnknownModelError, 404, "not_found_error"),
+    (RequestError, 400, "invalid_request_error"),
+    (TimeLimitError, 504, "timeout_error"),
+    (UnavailableError, 503, "service_unavailable_error"),
+    (SequenceFailedError, 500, "server_error"),
+    (GlmMtpError, 500, "server_error"),
+)
+
+
+class _Server:
+    """Turns one HTTP request into runtime requests and back."""
+
+    def __init__(self, front: Front, model: ServedModel, limits: ServerLimits) -> None:
+        self.front = front
+        self.model = model
+        self.limits = limits
+        # Rendering, encoding and submitting block; a few threads keep the event loop free and bound the work.
+        self._workers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="http-prepare")
+
+    async def answer(
+        self,
+        http: HttpRequest,
+        body: _Body,
+        prepare: Callable[[_Body, ServedModel, str], PreparedRequest],
+        prefix: str,
+    ) -> Response:
+        """The response to one request, streamed or whole."""
+        loop = asyncio.get_running_loop()
+        request_id = f"{prefix}-{uuid.uuid4().hex}"
+        prepared = await loop.run_in_executor(self._workers, prepare, body, self.model, request_id)
+        answer = Answer(prepared, self.model)
+        events = self._events(prepared)
+        if not prepared.streams:
+            return await self._whole(http, answer, events)
+        # The first event decides the status: a refusal must not hide in a stream that began with 200.
+        first = await self._first(http, events)
+        if first is None:
+            return Response(status_code=499)  # nobody reads it
+        return EventStream(self._stream(answer, first, events, prepared), write_seconds=self.limits.write_seconds)
+
+    async def _first(self, http: HttpRequest, events: AsyncGenerator[Delta, None]) -> Delta | None:
+        """The first delta; None when the client left before it came."""
+        waiting = asyncio.ensure_future(anext(events))
+        leaving = asyncio.ensure_future(_left(http))
+        try:
+            await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if waiting.done():
+                return await waiting
+            return None
+        finally:
+            failed = not waiting.done() or waiting.exception() is not None
+            await _cancelled(waiting, leaving)
+            if failed:
+                await events.aclose()
+
+    async def _whole(self, http: HttpRequest, answer: Answer, events: AsyncGenerator[Delta, None]) -> Response:
+        async def collect() -> None:
+            async for delta in events:
+                answer.take(delta)
+
+        collecting = asyncio.ensure_future(collect())
+        leaving = asyncio.ensure_future(_left(http))
+        try:
+            await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not collecting.done():
+                return Response(status_code=499)  # nobody reads it
+            await collecting
+        finally:
+            await _cancelled(collecting, leaving)
+            await events.aclose()
+        return JSONResponse(answer.body())
+
+    async def _stream(
+        self, answer: Answer, first: Delta, events: AsyncGenerator[Delta, None], prepared: PreparedRequest
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        try:
+            for chunk in answer.opening_chunks():
+                yield chunk
+            for chunk in answer.chunks(first):
+                yield chunk
+            async for delta in events:
+                for chunk in answer.chunks(delta):
+                    yield chunk
+            if prepared.includes_usage:
+                yield answer.usage_chunk()
+        except Exception as error:  # the status is sent: the error travels as an event, as OpenAI's clients expect
+            status, kind = _status(error)
+            if status == 500:
+                _log.exception("request %s failed in its stream", prepared.id)
+            yield {"error": {"message": _message(error), "type": kind, "param": None, "code": status}}
+        finally:
+            await events.aclose()
+
+    async def _events(self, prepared: PreparedRequest) -> AsyncGenerator[Delta, None]:
+        """Deltas of all prompts until every sequence has ended; leaving early aborts them."""
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[Event] = asyncio.Queue()  # bounded by max_tokens of the request
+        deadline = loop.time() + self.limits.request_seconds
+
+        def sink(event: Event) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, event)
+
+        num_open = sum(prompt.request.params.n for prompt in prepared.prompts)
+        try:
+            for prompt in prepared.prompts:
+                await loop.run_in_executor(self._workers, self.front.submit, prompt.request, sink)
+            while num_open:
+                try:
+                    event = await asyncio.wait_for(queue.get(), deadline - loop.time())
+                except asyncio.TimeoutError:
+                    raise TimeLimitError(
+                        f"The request ran longer than {self.limits.request_seconds:g} s and was ended. "
+                        "Lower max_tokens, or stream and stop when enough has come."
+                    ) from None
+                if isinstance(event, GlmMtpError):
+                    raise event
+                num_open -= event.finished
+                yield event
+        finally:
+            if num_open:
+                for prompt in prepared.prompts:  # not here: an abort waits for the engine's lock
+                    self._workers.submit(self.front.abort, prompt.request.request_id)
+
+
+async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel what still runs and wait until it has; results and errors of these tasks are of no interest any more."""
+    for task in tasks:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+async def _left(http: HttpRequest) -> None:
+    """Returns when the client has disconnected."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _status(error: Exception) -> tuple[int, str]:
+    for kind, status, name in _STATUS:
+        if isinstance(error, kind):
+            return status, name
+    return 500, "server_error"
+
+
+def _message(error: Exception) -> str:
+    known = isinstance(error, GlmMtpError | SequenceFailedError)
+    return str(error) if known else "The server met an unexpected error; its log has the details."
+
+
+def _refusal(status: int, kind: str, message: str, *, param: str | None = None, code: str | None = None) -> Response:
+    headers = {"retry-after": "1"} if status in (429, 503) else None
+    body = error_body(message, kind, param=param, code=code)
+    return Response(body, status_code=status, media_type="application/json", headers=headers)
+
+
+def _on_error(request: HttpRequest, error: Exception) -> Response:
+    status, kind = _status(error)
+    if status == 500:
+        _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return _refusal(status, kind, _message(error), code="model_not_found" if status == 404 else None)
+
+
+def _on_invalid_body(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    problems = error.errors()
+    first = problems[0]
+    where = ".".join(str(step) for step in first["loc"] if step != "body")[:200]
+    message = "; ".join(
+        f"{'.'.join(str(step) for step in p['loc'] if step != 'body')[:200] or 'body'}: {p['msg']}"
+        for p in problems[:5]
+    )
+    return _refusal(400, "invalid_request_error", message, param=where or None)
+
+
+def _on_http_exception(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    response = _refusal(error.status_code, "invalid_request_error", str(error.detail))
+    for name, value in (error.headers or {}).items():
+        response.headers[name] = value
+    return response
+
+
+def create_app(runtime: Runtime, model: ServedModel, limits: ServerLimits | None = None) -> fastapi.FastAPI:
+    """The ASGI application. It owns `runtime` from here on and closes it when the application shuts down."""
+    limits = limits or ServerLimits()
+    front = Front(runtime, max_sequences=limits.max_sequences)
+    server = _Server(front, model, limits)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: fastapi.FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(front.close, limits.drain_seconds)
+
+    app = fastapi.FastAPI(title="glm-mtp", version=__version__, lifespan=lifespan, redoc_url=None, docs_url=None)
+    app.state.front = front
+    app.add_middleware(BodyLimits, max_bytes=limits.max_body_bytes, read_seconds=limits.read_seconds)
+    app.add_exception_handler(RequestValidationError, _on_invalid_body)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(GlmMtpError, _on_error)
+    app.add_exception_handler(SequenceFailedError, _on_error)
+    app.add_exception_handler(Exception, _on_error)
+    _add_generation(app, server)
+    _add_information(app, server, runtime)
+    _describe(app)
+    return app
+
+
+def _add_generation(app: fastapi.FastAPI, server: _Server) -> None:
+    errors: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorResponse} for status in (400, 404, 408, 413, 429, 500, 503, 504)
+    }
+
+    @app.post("/v1/chat/completions", responses=errors, response_model=None)
+    async def chat_completions(body: ChatCompletionRequest, http: HttpRequest) -> Response:
+        """Answer a conversation, streamed as server-sent events or as a whole."""
+        return await server.answer(http, body, prepare_chat, "chatcmpl")
+
+    @app.post("/v1/completions", responses=errors, response_model=None)
+    async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
+        """Continue one or several prompts."""
+        return await server.answer(http, body, prepare_completion, "cmpl")
+
+
+def _add_information(app: fastapi.FastAPI, server: _Server, runtime: Runtime) -> None:
+    registry = runtime.metrics_registry()
+
+    def entry() -> dict[str, Any]:
+        return {
+            "id": server.model.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "glm-mtp",
+            "max_model_len": runtime.context_limit.length,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one model served here."""
+        return {"object": "list", "data": [entry()]}
+
+    @app.get("/v1/models/{model_id:path}", responses={404: {"model": ErrorResponse}}, response_model=None)
+    async def one_model(model_id: str) -> Response:
+        """The served model by its id."""
+        if model_id != server.model.name:
+            return _refusal(404, "not_found_error", f"model {model_id!r} is not served here.", code="model_not_found")
+        return JSONResponse(entry())
+
+    @app.get("/health", responses={503: {"description": "stopping or failed"}}, response_model=None)
+    async def health() -> Response:
+        """200 while requests are taken."""
+        ready = server.front.is_ready
+        content = {"status": "ready" if ready else "unavailable", "sequences": server.front.num_sequences}
+        return JSONResponse(content, status_code=200 if ready else 503)
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        """The engine's numbers in Prometheus' text format."""
+        import prometheus_client
+
+        return Response(prometheus_client.generate_latest(registry), media_type="text/plain; version=0.0.4")
+
+
+def _describe(app: fastapi.FastAPI) -> None:
+    """FastAPI documents its own 422 for bodies; here an invalid body is 400."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            for path in schema["paths"].values():
+                for operation in path.values():
+                    operation["responses"].pop("422", None)
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def run(
+    engine_dir: str | Path,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    *,
+    model_name: str | None = None,
+    backend: str = "onnxruntime",
+    limits: ServerLimits | None = None,
+) -> None:
+    """Serve an engine folder until interrupted. Other machines reach it only with an explicit `host`."""
+    import uvicorn
+
+    directory = Path(engine_dir)
+    limits = limits or ServerLimits()
+    runtime = Runtime.load(directory, backend=backend)
+    try:
+        model = ServedModel.load(directory, model_name or directory.resolve().name, runtime.tokenizer)
+        app = create_app(runtime, model, limits)
+    except BaseException:
+        runtime.close()
+        raise
+    uvicorn.run(
+        app,
+        host=host,
+        port=port,
+        log_level="info",
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=int(limits.drain_seconds) + 5,
+        h11_max_incomplete_event_size=64 << 10,
+    )
