@@ -23,7 +23,7 @@ from nano.checkpoint import load_checkpoint, save_checkpoint
 from nano.evaluate import held_out_report
 from nano.model import NanoConfig, NanoModel
 from nano.tokenizer import build_tokenizer
-from nano.train import train
+from nano.train import PHASES, train
 
 
 def _arguments() -> argparse.Namespace:
@@ -34,6 +34,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=12, help="processes that make batches (GPU runs)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="tiny batches, 4 exams a task, any machine")
+    parser.add_argument("--init", type=Path, help="start from this checkpoint instead of random weights")
+    parser.add_argument("--phases", default="", help="comma-separated phases to run, all by default")
     parser.add_argument("--eval-only", action="store_true", help="measure the checkpoint in --out and rewrite report and card")
     return parser.parse_args()
 
@@ -58,10 +60,11 @@ def main() -> None:
         stream = batch_stream(buckets, arguments.seed, arguments.workers if on_gpu else 0)
         next(stream)  # the worker processes must exist before the GPU is touched
         torch.backends.cuda.matmul.allow_tf32 = True
-        model = NanoModel(NanoConfig()).to(device)
+        model = (load_checkpoint(arguments.init) if arguments.init else NanoModel(NanoConfig())).to(device)
         model.compute_dtype = torch.bfloat16 if on_gpu else torch.float32
         minutes = min(arguments.minutes, 1.0) if arguments.smoke else arguments.minutes
-        phases = train(model, buckets, stream, minutes * 60, log)
+        chosen = [phase for phase in PHASES if not arguments.phases or phase.name in arguments.phases.split(",")]
+        phases = train(model, chosen, buckets, stream, minutes * 60, log)
         tokens = sum(bucket.rows * bucket.length for bucket in buckets)
         report = {
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),

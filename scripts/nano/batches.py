@@ -1,8 +1,8 @@
 """Batches of token rows, made by worker processes from (seed, step) alone.
 
 Out: ``Batch`` of token ids int16 [B, L] and loss weights uint8 [B, L] (0 padding, 1 read by the model, 2 written by
-it). Rows are grouped in buckets of one length, so that short chats do not pay for long ones. A chat that is longer
-than its bucket is dropped and drawn again.
+it). Rows are grouped in buckets of one length, so that short chats do not pay for long ones; several chats share a row,
+one after the other. A chat that is longer than its bucket is dropped and drawn again.
 """
 
 from __future__ import annotations
@@ -21,29 +21,33 @@ from nano.tokenizer import build_tokenizer
 __all__ = ["BUCKETS", "SMOKE_BUCKETS", "Bucket", "batch_stream", "chat_ids"]
 
 
+Batch = tuple[np.ndarray, np.ndarray]
+Tasks = tuple[tuple[str, float], ...]
+
+
 @dataclass(frozen=True)
 class Bucket:
-    """``rows`` chats of at most ``length`` tokens a step, drawn by ``tasks`` weights; ``loss_share`` of the loss."""
+    """``rows`` rows of ``length`` tokens a step, begun by ``tasks`` (with weights); ``loss_share`` of the loss."""
 
     length: int
     rows: int
-    tasks: tuple[tuple[str, float], ...]
+    tasks: Tasks
     loss_share: float
 
 
+_SHORT: Tasks = (("sum", 0.34), ("copy", 0.12), ("reverse", 0.2), ("json", 0.14), ("talk", 0.03), ("lookup", 0.17))
 BUCKETS = (
-    Bucket(128, 160, (("sum", 0.36), ("copy", 0.12), ("reverse", 0.2), ("json", 0.14), ("talk", 0.03), ("lookup", 0.15)), 0.5),
-    Bucket(512, 24, (("tool", 0.6), ("lookup", 0.25), ("sum", 0.05), ("reverse", 0.05), ("json", 0.05)), 0.25),
-    Bucket(1024, 12, (("lookup", 1.0),), 0.25),
+    Bucket(256, 56, _SHORT, 0.5),
+    Bucket(512, 16, (("tool", 0.6), ("lookup", 0.25), ("sum", 0.05), ("reverse", 0.05), ("json", 0.05)), 0.25),
+    Bucket(1024, 8, (("lookup", 1.0),), 0.25),
 )  # fmt: skip
 SMOKE_BUCKETS = (
-    Bucket(128, 6, BUCKETS[0].tasks, 0.5),
+    Bucket(256, 3, BUCKETS[0].tasks, 0.5),
     Bucket(512, 1, BUCKETS[1].tasks, 0.25),
     Bucket(1024, 1, BUCKETS[2].tasks, 0.25),
 )
 
 _tokenizer = build_tokenizer()
-Batch = tuple[np.ndarray, np.ndarray]
 
 
 def chat_ids(chat: Chat) -> tuple[list[int], list[int]]:
@@ -57,18 +61,26 @@ def chat_ids(chat: Chat) -> tuple[list[int], list[int]]:
     return ids, weights
 
 
+def _drawn(tasks: Tasks, rng: random.Random, max_tokens: int) -> tuple[list[int], list[int]]:
+    names, shares = zip(*tasks, strict=True)
+    return chat_ids(make_chat(rng.choices(names, shares)[0], rng, held_out=False, max_tokens=max_tokens))
+
+
 def _bucket_batch(bucket: Bucket, rng: random.Random) -> Batch:
+    """Each row starts with a chat of the bucket's own tasks; short chats fill what is left of it."""
     tokens = np.full((bucket.rows, bucket.length), _tokenizer.token_to_id("<|endoftext|>"), dtype=np.int16)
     weights = np.zeros((bucket.rows, bucket.length), dtype=np.uint8)
-    names, shares = zip(*bucket.tasks, strict=True)
-    row = 0
-    while row < bucket.rows:
-        chat = make_chat(rng.choices(names, shares)[0], rng, held_out=False, max_tokens=bucket.length)
-        ids, marks = chat_ids(chat)
-        if len(ids) <= bucket.length:
-            tokens[row, : len(ids)] = ids
-            weights[row, : len(ids)] = marks
-            row += 1
+    for row in range(bucket.rows):
+        used, tries, tasks, longest = 0, 0, bucket.tasks, bucket.length
+        while tries < 3 and bucket.length - used > 20:
+            ids, marks = _drawn(tasks, rng, longest)
+            if used + len(ids) <= bucket.length:
+                tokens[row, used : used + len(ids)] = ids
+                weights[row, used : used + len(ids)] = marks
+                used += len(ids)
+                tasks, longest = _SHORT, 128
+            elif used:
+                tries += 1
     return tokens, weights
 
 

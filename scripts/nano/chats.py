@@ -161,7 +161,7 @@ def _short_chat(task: str) -> Callable[[random.Random, bool, int], Chat]:
         messages: list[Message] = []
         if rng.random() < 0.1:
             messages.append({"role": "system", "content": "You are a nano model."})
-        turns = 1 if max_tokens <= 128 or held_out else rng.randint(1, 5)
+        turns = 1 if held_out else rng.choice((1, 1, 1, 2)) if max_tokens <= 128 else rng.randint(1, 5)
         for turn in range(turns):
             kind = task if turn == turns - 1 else rng.choice(tuple(_TURNS))
             messages.extend(_TURNS[kind](rng, held_out, thinking))
@@ -271,7 +271,7 @@ def _assistant_text(message: Message, keep_reasoning: bool) -> str:
 
 
 def render(chat: Chat) -> list[Segment]:
-    """The chat as ``chat_template.jinja`` writes it, with the id that ends each assistant turn marked as written."""
+    """The chat as ``chat_template.jinja`` writes it; written are the assistant turns with the id that ends each."""
     head = "[gMASK]<sop>" + ("<|system|>Reasoning Effort: Max" if chat.thinking else "")
     if chat.tools:
         listing = "".join(json.dumps(tool["function"], ensure_ascii=False) + "\n" for tool in chat.tools)
@@ -290,7 +290,8 @@ def render(chat: Chat) -> list[Segment]:
             if not keep:
                 opening, text = opening + "</think>", text.removeprefix("</think>")
             following = chat.messages[index + 1]["role"] if index + 1 < len(chat.messages) else ""
-            segments += [(opening, False), (text + ends.get(following, chat.end), True)]
+            is_written = keep or not chat.thinking  # an earlier turn that lost its reasoning is no example
+            segments += [(opening, False), (text + ends.get(following, chat.end), is_written)]
         elif role == "tool":
             mark = "" if previous in ("tool", "assistant") else "<|observation|>"
             segments.append((f"{mark}<tool_response>{message['content']}</tool_response>", False))

@@ -52,10 +52,12 @@ class NanoConfig:
 
 @dataclass
 class IndexerTarget:
-    """What one indexer must learn: its scores [B, L, L] and the attention (summed over ``num_layers``) it serves."""
+    """What one indexer must learn: its scores [B, L, L] and the attention (summed over ``num_layers``) it serves.
+    ``bias`` [B, 1, L, L] is the selection as the attention kernel takes it: 0 where chosen, -inf elsewhere."""
 
     scores: Tensor
     selected: Tensor
+    bias: Tensor
     attention: Tensor | None = None
     num_layers: int = 0
 
@@ -67,13 +69,13 @@ class IndexerTarget:
         """Cross entropy of softmax(scores) against the attention, [2]: over all earlier keys, over the selected ones."""
         assert self.attention is not None
         goal = self.attention / self.num_layers
+        chosen = goal * self.selected
+        chosen = chosen / chosen.sum(-1, keepdim=True).clamp_min(1e-6)
         results = []
-        for allowed in (causal.expand_as(self.scores), self.selected):
-            part = goal.masked_fill(~allowed, 0.0)
-            part = part / part.sum(-1, keepdim=True).clamp_min(1e-6)
-            log_q = self.scores.masked_fill(~allowed, float("-inf")).log_softmax(-1).masked_fill(~allowed, 0.0)
-            log_p = part.clamp_min(1e-9).log()
-            row_loss = (part * (log_p - log_q)).sum(-1)
+        for part, allowed in ((goal, causal), (chosen, self.selected)):
+            # -1e4, not -inf: its product with a zero of the goal must be zero
+            log_q = self.scores.masked_fill(~allowed, -1e4).log_softmax(-1)
+            row_loss = F.kl_div(log_q, part, reduction="none").sum(-1)
             results.append((row_loss * row_weights).sum() / row_weights.sum())
         return torch.stack(results)
 
@@ -84,9 +86,11 @@ class Linear(nn.Linear):
     def __init__(self, inputs: int, outputs: int, gain: float = 1.0) -> None:
         super().__init__(inputs, outputs, bias=False)
         nn.init.normal_(self.weight, std=gain * inputs**-0.5)
+        self.cast: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        is_ready = self.cast is not None and self.cast.dtype == x.dtype
+        return F.linear(x, self.cast if is_ready else self.weight.to(x.dtype))
 
 
 class RMSNorm(nn.Module):
@@ -100,19 +104,36 @@ class RMSNorm(nn.Module):
 
 
 class Rotation:
-    """Interleaved rotary embedding: lanes (2j, 2j+1) turn by position * theta^(-2j/dim)."""
+    """Interleaved rotary embedding of some lanes: lanes (2j, 2j+1) turn by position * theta^(-2j/dim).
 
-    def __init__(self, length: int, dim: int, theta: float, device: torch.device) -> None:
-        inverse = theta ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
-        angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * inverse
-        self.cos, self.sin = angles.cos(), angles.sin()
+    Written as ``x * cos + (x @ swap) * sin`` over the whole width (cos 1, sin 0 on the other lanes): three kernels
+    instead of a dozen, and ``swap`` only moves and negates, so it is exact in any dtype.
+    """
 
-    def __call__(self, x: Tensor, first_position: int = 0) -> Tensor:
-        """x [B, L, heads, dim]; row i sits at ``first_position + i``."""
+    def __init__(self, c: NanoConfig) -> None:
+        self.c = c
+        self._tables: dict[tuple[object, ...], tuple[Tensor, Tensor, Tensor]] = {}
+
+    def _table(self, x: Tensor, first_lane: int) -> tuple[Tensor, Tensor, Tensor]:
+        width, dim = x.shape[-1], self.c.qk_rope_head_dim
+        key = (width, first_lane, x.dtype, x.device)
+        if key not in self._tables:
+            inverse = self.c.rope_theta ** (-torch.arange(0, dim, 2, device=x.device, dtype=torch.float32) / dim)
+            positions = torch.arange(self.c.max_position_embeddings, device=x.device, dtype=torch.float32)
+            angles = (positions[:, None] * inverse).repeat_interleave(2, -1)
+            pads = (first_lane, width - first_lane - dim)
+            cos, sin = F.pad(angles.cos(), pads, value=1.0), F.pad(angles.sin(), pads)
+            swap = torch.zeros(width, width, device=x.device, dtype=x.dtype)
+            for lane in range(first_lane, first_lane + dim, 2):
+                swap[lane + 1, lane], swap[lane, lane + 1] = -1.0, 1.0
+            self._tables[key] = (cos[:, None].to(x.dtype), sin[:, None].to(x.dtype), swap)
+        return self._tables[key]
+
+    def __call__(self, x: Tensor, first_lane: int, first_position: int = 0) -> Tensor:
+        """x [B, L, heads, width]; row i sits at ``first_position + i``."""
+        cos, sin, swap = self._table(x, first_lane)
         rows = slice(first_position, first_position + x.shape[1])
-        cos, sin = self.cos[rows, None].to(x.dtype), self.sin[rows, None].to(x.dtype)
-        even, odd = x[..., 0::2], x[..., 1::2]
-        return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+        return torch.addcmul(x * cos[rows], x @ swap, sin[rows])
 
 
 class Indexer(nn.Module):
@@ -130,11 +151,10 @@ class Indexer(nn.Module):
         """Scores [B, L, L] in float32, not yet causal. x [B, L, hidden], c_q [B, L, q_lora], both as attention reads them."""
         c = self.c
         batch, length, _ = x.shape
-        rope = c.qk_rope_head_dim
         q = self.wq_b(c_q.float()).view(batch, length, c.index_n_heads, c.index_head_dim)
         k = self.k_norm(self.wk(x.float())).view(batch, length, 1, c.index_head_dim)
-        q = torch.cat((rotation(q[..., :rope]), q[..., rope:]), -1).reshape(batch, -1, c.index_head_dim)
-        k = torch.cat((rotation(k[..., :rope]), k[..., rope:]), -1).squeeze(2)
+        q = rotation(q, 0).reshape(batch, -1, c.index_head_dim)
+        k = rotation(k, 0).squeeze(2)
         gate = self.weights_proj(x.float()) * c.index_n_heads**-0.5
         scores = torch.bmm(q * c.index_head_dim**-0.5, k.transpose(1, 2)).relu()
         scores = scores.view(batch * length, c.index_n_heads, length)
@@ -162,8 +182,7 @@ class Attention(nn.Module):
         c = self.c
         c_q = self.q_a_layernorm(self.q_a_proj(x)).to(x.dtype)
         q = self.q_b_proj(c_q).view(*x.shape[:2], c.num_attention_heads, -1)
-        nope, rope = q.split((c.qk_nope_head_dim, c.qk_rope_head_dim), -1)
-        return torch.cat((nope, rotation(rope, first_position)), -1).transpose(1, 2), c_q
+        return rotation(q, c.qk_nope_head_dim, first_position).transpose(1, 2), c_q
 
     def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         c = self.c
@@ -171,23 +190,20 @@ class Attention(nn.Module):
         latent = self.kv_a_layernorm(latent).to(x.dtype)
         kv = self.kv_b_proj(latent).view(*x.shape[:2], c.num_attention_heads, -1)
         nope, v = kv.split((c.qk_nope_head_dim, c.v_head_dim), -1)
-        rope = rotation(rope.unsqueeze(2)).expand(-1, -1, c.num_attention_heads, -1)
+        rope = rotation(rope.unsqueeze(2), 0).expand(-1, -1, c.num_attention_heads, -1)
         return torch.cat((nope, rope), -1).transpose(1, 2), v.transpose(1, 2)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, watch: IndexerTarget | None, causal: Tensor) -> Tensor:
-        """Output [B, L, hidden]. ``allowed`` bool [B or 1, L, L], None = causal through the fused kernel.
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, watch: IndexerTarget | None, causal: Tensor) -> Tensor:
+        """Output [B, L, hidden]. ``bias`` [B, 1, L, L] holds the selection, None = all earlier keys.
         ``watch`` collects the head-averaged attention over *all* earlier keys, without gradient."""
-        if allowed is None and watch is None:
-            padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
-            out = F.scaled_dot_product_attention(q, k, padded, is_causal=True, scale=self.scale)[..., : v.shape[-1]]
-        else:
-            scores = (q * self.scale) @ k.transpose(-1, -2)
-            if watch is not None:
-                with torch.no_grad():
-                    watch.add(scores.masked_fill(~causal, float("-inf")).softmax(-1).mean(1).float())
-            mask = causal if allowed is None else allowed.unsqueeze(1)
-            out = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
-        return self.o_proj(out.transpose(1, 2).flatten(-2))
+        if watch is not None:
+            with torch.no_grad():
+                scores = (q * self.scale) @ k.transpose(-1, -2)
+                watch.add(scores.masked_fill(~causal, float("-inf")).softmax(-1).mean(1).float())
+        padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+        bias = None if bias is None else bias.expand(-1, q.shape[1], -1, -1)
+        out = F.scaled_dot_product_attention(q, k, padded, bias, is_causal=bias is None, scale=self.scale)
+        return self.o_proj(out[..., : v.shape[-1]].transpose(1, 2).flatten(-2))
 
 
 class DenseMLP(nn.Module):
@@ -239,17 +255,25 @@ class MoE(nn.Module):
         self.w13 = nn.Parameter(torch.randn(experts, 2 * inner, hidden) * hidden**-0.5)
         self.w2 = nn.Parameter(torch.randn(experts, hidden, inner) * 0.3 * inner**-0.5)
         self.shared_experts = DenseMLP(hidden, inner)
+        self.cast: tuple[Tensor, Tensor, Tensor] | None = None
+        spread = torch.eye(experts).repeat_interleave(inner, 1)
+        self.register_buffer("spread", spread, persistent=False)
+        self.spread: Tensor
+
+    def flat_weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Gate [E*I, hidden], up [E*I, hidden] and down [hidden, E*I] of all experts side by side."""
+        gate, up = self.w13.to(dtype).chunk(2, 1)
+        return gate.flatten(0, 1), up.flatten(0, 1), self.w2.to(dtype).permute(1, 0, 2).flatten(1)
 
     def forward(self, x: Tensor, is_real: Tensor) -> Tensor:
         """All experts are computed and gated: at this size cheaper than gathering."""
         c = self.c
         flat = x.reshape(-1, c.hidden_size)
         gates = self.gate(flat, is_real.reshape(-1)).to(x.dtype)
-        inner = F.linear(flat, self.w13.flatten(0, 1).to(x.dtype))
-        gate, up = inner.view(-1, c.n_routed_experts, 2, c.moe_intermediate_size).unbind(2)
-        active = (F.silu(gate) * up * gates.unsqueeze(-1)).flatten(1)
-        out = F.linear(active, self.w2.permute(1, 0, 2).flatten(1).to(x.dtype))
-        return out.view_as(x) + self.shared_experts(x)
+        is_ready = self.cast is not None and self.cast[0].dtype == x.dtype
+        gate, up, down = self.cast if is_ready else self.flat_weights(x.dtype)
+        active = F.silu(F.linear(flat, gate)) * F.linear(flat, up) * (gates @ self.spread.to(x.dtype))
+        return F.linear(active, down).view_as(x) + self.shared_experts(x)
 
 
 class Layer(nn.Module):
@@ -294,7 +318,7 @@ class NanoModel(nn.Module):
             {"embed_tokens": embed, "layers": layers, "norm": RMSNorm(c.hidden_size, c.rms_norm_eps)}
         )
         self.lm_head = Linear(c.hidden_size, c.vocab_size, gain=0.5)
-        self._tables: dict[torch.device, Rotation] = {}
+        self.rotation = Rotation(c)
 
     @property
     def trunk_layers(self) -> list[Layer]:
@@ -304,15 +328,32 @@ class NanoModel(nn.Module):
     def mtp_layer(self) -> Layer:
         return self.model["layers"][self.c.num_hidden_layers]
 
-    def rotation(self, device: torch.device) -> Rotation:
-        if device not in self._tables:
-            c = self.c
-            self._tables[device] = Rotation(c.max_position_embeddings, c.qk_rope_head_dim, c.rope_theta, device)
-        return self._tables[device]
+    def cast_weights(self) -> None:
+        """Cast every weight once for a whole training step; its gradient then flows through one cast."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.cast = module.weight.to(self.compute_dtype)
+            elif isinstance(module, MoE):
+                module.cast = module.flat_weights(self.compute_dtype)
+
+    def drop_casts(self) -> None:
+        for module in self.modules():
+            if isinstance(module, (Linear, MoE)):
+                module.cast = None
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """float32 [B, L, hidden]. While training as a product: the gradient of a gather into 512 rows is far slower."""
+        table = self.model["embed_tokens"].weight
+        if not self.training:
+            return F.embedding(tokens, table)
+        one_hot = F.one_hot(tokens, self.c.vocab_size).to(self.compute_dtype)
+        return F.linear(one_hot, table.to(self.compute_dtype).T).float()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [..., V]; ids beyond the tokenizer are never predicted."""
+        """float32 [..., V]; in evaluation ids beyond the tokenizer are never predicted."""
         logits = self.lm_head(hidden.to(self.compute_dtype)).float()
+        if self.training:
+            return logits
         padding = torch.arange(self.c.vocab_size, device=hidden.device) >= self.c.tokenizer_length
         return logits.masked_fill(padding, -1e4)
 
@@ -325,15 +366,17 @@ class NanoModel(nn.Module):
 
     def _indexer_target(self, layer: Layer, n: Tensor, c_q: Tensor, causal: Tensor, learn: bool) -> IndexerTarget:
         with torch.set_grad_enabled(learn):
-            scores = layer.self_attn.indexer(n.detach(), c_q.detach(), self.rotation(n.device))
-        return IndexerTarget(scores, self._select(scores, causal))
+            scores = layer.self_attn.indexer(n.detach(), c_q.detach(), self.rotation)
+        selected = self._select(scores, causal)
+        bias = torch.zeros_like(selected, dtype=self.compute_dtype).masked_fill(~selected, float("-inf"))
+        return IndexerTarget(scores, selected, bias.unsqueeze(1))
 
     def trunk(self, tokens: Tensor, marks: Tensor, learn_index: bool = False) -> Written:
         """Target model. tokens int64 [B, L], marks [B, L] (0 padding, 1 read, 2 written: they weigh the indexer's rows)."""
         causal = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).tril()
         is_real, row_weights, losses = (marks > 0).float(), _row_weights(marks), []
-        x = self.model["embed_tokens"](tokens)
-        rotation, dtype = self.rotation(tokens.device), self.compute_dtype
+        x = self._embed(tokens)
+        rotation, dtype = self.rotation, self.compute_dtype
         target: IndexerTarget | None = None
         for layer in self.trunk_layers:
             n = layer.input_layernorm(x).to(dtype)
@@ -343,8 +386,8 @@ class NanoModel(nn.Module):
                 if target is not None and learn_index:
                     losses.append(target.losses(causal, row_weights))
                 target = self._indexer_target(layer, n, c_q, causal, learn_index)
-            allowed = target.selected if target is not None and self.selection != "dense" else None
-            x = x + layer.self_attn.attend(q, k, v, allowed, target if learn_index else None, causal)
+            bias = target.bias if target is not None and self.selection != "dense" else None
+            x = x + layer.self_attn.attend(q, k, v, bias, target if learn_index else None, causal)
             x = layer.feed_forward(x, is_real, dtype)
         if target is not None and learn_index:
             losses.append(target.losses(causal, row_weights))
@@ -357,14 +400,14 @@ class NanoModel(nn.Module):
         and token p+1+j (``own_drafts``: its own draft) at position p+j, and attends to row p's list of step 0 only.
         Row p of step j predicts token p+2+j; rows near the end of the batch are meaningless.
         """
-        layer, rotation, dtype = self.mtp_layer, self.rotation(tokens.device), self.compute_dtype
+        layer, rotation, dtype = self.mtp_layer, self.rotation, self.compute_dtype
         causal = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).tril()
         is_real = (marks > 0).float()
-        k = v = target = allowed = None
+        k = v = target = bias = None
         results: list[Tensor] = []
         fed = tokens.roll(-1, 1)
         for step in range(num_steps):
-            embedded = self.model["embed_tokens"](fed)
+            embedded = self._embed(fed)
             x = layer.eh_proj(torch.cat((layer.enorm(embedded), layer.hnorm(hidden)), -1).to(dtype)).float()
             n = layer.input_layernorm(x).to(dtype)
             q, c_q = layer.self_attn.queries(n, rotation, step)
@@ -372,8 +415,9 @@ class NanoModel(nn.Module):
                 k, v = layer.self_attn.keys_values(n, rotation)
                 if learn_index or self.selection != "dense":
                     target = self._indexer_target(layer, n, c_q, causal, learn_index)
-                    allowed = target.selected if self.selection != "dense" else None
-            x = x + layer.self_attn.attend(q, k, v, allowed, target if learn_index else None, causal)
+                    bias = target.bias if self.selection != "dense" else None
+            watch = target if learn_index and step % 3 == 0 else None
+            x = x + layer.self_attn.attend(q, k, v, bias, watch, causal)
             hidden = layer.shared_head["norm"](layer.feed_forward(x, is_real, dtype))
             results.append(self.logits(hidden))
             fed = results[-1].argmax(-1) if own_drafts else tokens.roll(-2 - step, 1)

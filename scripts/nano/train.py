@@ -12,7 +12,7 @@ batch, the learning rate and the balancing rate change between replays.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,11 +46,11 @@ class Phase:
 
 
 PHASES = (
-    Phase("dense", 0.50, 2e-3, 0.15, "dense", "trunk+draft", draft_steps=1, draft_weight=0.2),
+    Phase("dense", 0.55, 2e-3, 0.15, "dense", "trunk+draft", draft_steps=1, draft_weight=0.2),
     Phase("index", 0.07, 2e-3, 0.2, "dense", "index", learn_index=True),
-    Phase("sparse", 0.21, 6e-4, 0.02, "sparse", "trunk+index", learn_index=True),
-    Phase("draft_dense", 0.08, 1.5e-3, 0.6, "dense", "draft", draft_steps=7, draft_weight=1.0, learn_index=True),
-    Phase("draft", 0.14, 1e-3, 0.02, "sparse", "draft", draft_steps=7, draft_weight=1.0, learn_index=True),
+    Phase("sparse", 0.20, 6e-4, 0.02, "sparse", "trunk+index", learn_index=True),
+    Phase("draft_dense", 0.06, 1.5e-3, 0.6, "dense", "draft", draft_steps=7, draft_weight=1.0, learn_index=True),
+    Phase("draft", 0.12, 1e-3, 0.02, "sparse", "draft", draft_steps=7, draft_weight=1.0, learn_index=True),
 )
 
 
@@ -156,10 +156,14 @@ class _Stepper:
             router.load.zero_()
 
     def _step(self) -> None:
+        self.model.cast_weights()
+        total = torch.zeros((), device=self.metrics.device)
         for index, (bucket, (tokens, marks)) in enumerate(zip(self.buckets, self.inputs, strict=True)):
             loss, metrics = _bucket_loss(self.model, self.phase, tokens, marks)
-            (loss * bucket.loss_share).backward()
+            total = total + loss * bucket.loss_share
             self.metrics[index].copy_(metrics)
+        total.backward()
+        self.model.drop_casts()
         for group in self.groups:
             if group:
                 nn.utils.clip_grad_norm_([p for p in group if p.grad is not None], 1.0, foreach=True)
@@ -235,16 +239,17 @@ def _run_phase(stepper: _Stepper, stream: Iterator[list[Batch]], seconds: float,
     return {"name": phase.name, "steps": steps, "seconds": round(time.monotonic() - started, 1), "final_metrics": values}
 
 
-def train(model: NanoModel, buckets: tuple[Bucket, ...], stream: Iterator[list[Batch]], seconds: float, log: Callable[[str], None]) -> list[dict[str, object]]:
-    """Run all phases within ``seconds``; the model ends on the bfloat16 grid. Returns one record a phase."""
+def train(model: NanoModel, phases: Sequence[Phase], buckets: tuple[Bucket, ...], stream: Iterator[list[Batch]], seconds: float, log: Callable[[str], None]) -> list[dict[str, object]]:
+    """Run ``phases`` within ``seconds``, shared out in proportion; the model ends on the bfloat16 grid. Returns one record a phase."""
     device = model.lm_head.weight.device
     model.train()
     records = []
-    for phase in PHASES:
-        if phase.name == "draft_dense":
+    total_share = sum(phase.share for phase in phases)
+    for phase in phases:
+        if phase.trains == "draft":
             round_to_bfloat16(model, trunk_only=True)
         stepper = _Stepper(model, phase, buckets, device)
-        records.append(_run_phase(stepper, stream, phase.share * seconds, log))
+        records.append(_run_phase(stepper, stream, phase.share / total_share * seconds, log))
         del stepper
         model.zero_grad(set_to_none=True)
         if device.type == "cuda":
