@@ -24,7 +24,7 @@ def real_rows(positions: Tensor, row_requests: Tensor, block_table: Tensor) -> T
 def _slots(positions: Tensor, requests: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
     """Page and offset of logical `positions` [T] or [T, S] of the rows' requests [T]."""
     pages = block_table.long()[requests]
-    flat = positions.long().reshape(positions.shape[0], -1)
+    flat = positions.long().view(positions.shape[0], positions.shape[1] if positions.dim() == 2 else 1)
     page = pages.gather(1, (flat // PAGE).clamp_max(pages.shape[1] - 1)).reshape(positions.shape)
     return page, positions.long() % PAGE
 
