@@ -151,7 +151,7 @@ class Engine:
             if self._grammars is None:
                 self._grammars = GrammarCompiler(self.tokenizer, self.capabilities.vocab_size)
             sequence.grammar = self._grammars.state(
-                params.structured_output, stop_ids, self._thinking_ids.end, phase.is_open
+                params.structured_output, stop_ids, self._thinking_ids, phase.is_open
             )
         return sequence
 

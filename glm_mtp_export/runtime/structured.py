@@ -6,9 +6,9 @@ advances by committed tokens only. Looking ahead over drafts always rolls back, 
 matcher.
 
 The thinking part is free: when the prompt leaves the thinking phase open, the grammar starts after `</think>`, which
-itself is not fed to it. After the end of the answer only stop ids are allowed. A draft the grammar forbids ends the
-look-ahead: its slot's mask rejects it, so later slots are never used. Control tokens (roles, end of text) cannot
-appear inside a string.
+itself is not fed to it; `<tool_call>`, which would leave the thinking phase past the grammar, is forbidden there.
+After the end of the answer only stop ids are allowed. A draft the grammar forbids ends the look-ahead: its slot's mask
+rejects it, so later slots are never used. Control tokens (roles, end of text) cannot appear inside a string.
 
 What may go wrong: an unusable schema or grammar raises `RequestError` with xgrammar's reason; xgrammar absent raises
 `MissingDependencyError`. It is imported on first use, since it brings torch with it.
@@ -25,6 +25,7 @@ from glm_mtp_export.errors import MissingDependencyError, RequestError
 from glm_mtp_export.runtime.masks import token_words
 from glm_mtp_export.runtime.sampling import StructuredOutput
 from glm_mtp_export.runtime.session import Int32
+from glm_mtp_export.runtime.thinking import ThinkingIds
 from glm_mtp_export.runtime.tokenizer import Tokenizer
 
 __all__ = ["GrammarCompiler", "GrammarState"]
@@ -56,13 +57,19 @@ class GrammarCompiler:
         self._compiled = lru_cache(maxsize=128)(self._compile)
 
     def state(
-        self, structure: StructuredOutput, stop_ids: frozenset[int], thinking_end: int | None, in_thinking: bool
+        self, structure: StructuredOutput, stop_ids: frozenset[int], thinking: ThinkingIds, in_thinking: bool
     ) -> GrammarState:
-        """A fresh state; with `in_thinking` the grammar waits for `thinking_end`."""
+        """A fresh state; with `in_thinking` the grammar waits for `</think>`."""
         compiled = self._compiled(structure)
         matcher = self._xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(stop_ids))
-        waits_for = thinking_end if in_thinking else None
-        return GrammarState(matcher, stop_ids, waits_for, -(-self._vocab_size // 32))
+        num_words = -(-self._vocab_size // 32)
+        way_out = () if thinking.tool_call is None else (thinking.tool_call,)
+        return GrammarState(
+            matcher,
+            only_stops=token_words(stop_ids, num_words),
+            while_thinking=~token_words(way_out, num_words),
+            waits_for=thinking.end if in_thinking else None,
+        )
 
     def _compile(self, structure: StructuredOutput) -> Any:
         try:
@@ -88,21 +95,23 @@ class GrammarCompiler:
 class GrammarState:
     """Matcher of one sequence."""
 
-    def __init__(self, matcher: Any, stop_ids: frozenset[int], waits_for: int | None, num_words: int) -> None:
+    def __init__(self, matcher: Any, only_stops: Int32, while_thinking: Int32, waits_for: int | None) -> None:
         self._matcher = matcher
+        self._only_stops = only_stops
+        self._while_thinking = while_thinking
         self._waits_for = waits_for
-        self._only_stops = token_words(stop_ids, num_words)
 
     def fill(self, slots: Int32, drafts: Items[int]) -> None:
         """Write the masks of slots 0..len(drafts) into `slots` [K+1, words]; the state stays as it was."""
         waits_for = self._waits_for
         num_taken = 0
         for j in range(len(drafts) + 1):
-            if waits_for is None:
-                if self._matcher.is_terminated():
-                    slots[j] = self._only_stops
-                else:
-                    self._matcher.fill_next_token_bitmask(slots, j)
+            if waits_for is not None:
+                slots[j] = self._while_thinking
+            elif self._matcher.is_terminated():
+                slots[j] = self._only_stops
+            else:
+                self._matcher.fill_next_token_bitmask(slots, j)
             if j == len(drafts):
                 break
             if waits_for is not None:

@@ -2,7 +2,8 @@
 token.
 
 `<think>` opens the phase; `</think>` and `<tool_call>` close it. The last marker wins. The marker that closes is
-itself no thinking token; the one that opens is none either, so a budget counts what lies between.
+itself no thinking token; the one that opens is none either, so a budget counts what lies between. A second `<think>`
+counts like any other token, or a model could repeat it to escape its budget.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class ThinkingPhase:
     def advance(self, token: int) -> None:
         """Take one committed output token."""
         ids = self._ids
-        if token == ids.begin:
+        if token == ids.begin and not self.is_open:
             self.is_open, self.num_tokens = True, 0
         elif token == ids.end or token == ids.tool_call:
             self.is_open = False

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 import tokenizers
 
-from glm_mtp_export.artifact import PAGE_SIZE, PORTABLE, Manifest, TensorSpec, cache_specs, step_inputs, step_outputs
+from glm_mtp_export.artifact import PAGE_SIZE, PORTABLE, Manifest, cache_specs, step_inputs, step_outputs
 from glm_mtp_export.config import FULL, SPARSE, ModelConfig, SpeculationConfig
 from glm_mtp_export.runtime.session import StepInputs, StepOutputs
 from glm_mtp_export.runtime.tokenizer import Tokenizer
@@ -127,15 +127,13 @@ def fake_manifest(
     """A manifest of the toy model."""
     config = fake_config(max_position_embeddings)
     speculation = SpeculationConfig(
-        num_speculative_tokens=num_drafts, enable_structured_output=structured, num_logprobs=num_logprobs
+        num_speculative_tokens=num_drafts,
+        enable_structured_output=structured,
+        enable_penalties=penalties,
+        num_logprobs=num_logprobs,
     )
     caches = cache_specs(config, PORTABLE, "float32", num_drafts > 0)
     inputs = step_inputs(config, speculation, caches)
-    if penalties:
-        scalars = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-        inputs += tuple(TensorSpec(name, "float32", ("B",)) for name in scalars)
-        inputs += tuple(TensorSpec(name, "int32", ("B", VOCAB)) for name in ("output_counts", "prompt_mask"))
-        inputs += (TensorSpec("logit_bias", "float32", ("B", VOCAB)),)
     return Manifest(
         dialect=PORTABLE, dtype="float32", cache_dtype="float32", config=config, speculation=speculation, caches=caches,
         inputs=inputs, outputs=step_outputs(speculation, caches), weights=(), ops={}, semantics={}, files={},
@@ -287,8 +285,9 @@ class FakeSession:
         return float(inputs.temperature[b]), int(inputs.top_k[b]), float(inputs.top_p[b]), float(inputs.min_p[b])
 
     def _processed(self, inputs: StepInputs, b: int, logits: np.ndarray, before: np.ndarray, j: int) -> np.ndarray:
-        """Penalties with the drafts before as history, bias, then the mask."""
-        logits = logits.copy()
+        """Bias, penalties with the drafts before as history, then the mask."""
+        if inputs.logit_bias is not None:
+            logits = logits + inputs.logit_bias[b].astype(np.float64)
         if inputs.output_counts is not None:
             counts = inputs.output_counts[b].copy()
             np.add.at(counts, before, 1)
@@ -297,8 +296,6 @@ class FakeSession:
             logits = np.where(seen, np.where(logits > 0, logits / r, logits * r), logits)
             logits = logits - float(inputs.frequency_penalty[b]) * counts
             logits = logits - float(inputs.presence_penalty[b]) * (counts > 0)
-        if inputs.logit_bias is not None:
-            logits = logits + inputs.logit_bias[b].astype(np.float64)
         if inputs.token_bitmask is not None:
             bits = np.unpackbits(inputs.token_bitmask[b, j].view(np.uint8), bitorder="little")[:VOCAB]
             if bits.any():

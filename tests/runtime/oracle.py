@@ -79,13 +79,14 @@ def _penalised(logits: list[float], params: SamplingParams, prompt: list[int], o
     )
     seen = set(prompt) | set(output)
     for v, x in enumerate(logits):
+        bias = params.logit_bias.get(v, 0.0)
+        x = -math.inf if bias <= -100 else x + _f32(bias)
         if v in seen:
             x = x / repetition if x > 0 else x * repetition
         if v in counts:
             x -= frequency * counts[v]
             x -= presence
-        bias = params.logit_bias.get(v, 0.0)
-        result.append(-math.inf if bias <= -100 else x + _f32(bias))
+        result.append(x)
     return result
 
 
@@ -117,7 +118,7 @@ def generate(
         peak = max(raw)
         logprobs.append(None if forced else raw[token] - peak - math.log(math.fsum(math.exp(x - peak) for x in raw)))
         state = (state + _contribution(token, len(prompt) + len(output) - 1)) & _M
-        if token == THINK:
+        if token == THINK and not thinking:
             thinking, spent = True, 0
         elif token in (END_THINK, TOOL_CALL):
             thinking = False
