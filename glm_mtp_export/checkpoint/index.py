@@ -119,6 +119,8 @@ def _tensor_info(path: Path, name: str, entry: Any, start: int) -> TensorInfo:
     def is_count(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
 
+    if not name.isprintable():
+        raise _damaged(path, f"names a tensor {name!r}")
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise _damaged(path, f"header entry of {name} lacks dtype, shape or data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -227,9 +229,15 @@ def _weight_map(path: Path) -> dict[str, str]:
     found = read_json_object(path, CheckpointError).get("weight_map")
     if not isinstance(found, dict) or not found:
         raise _damaged(path, "has no weight_map")
+    good: set[str] = set()  # a few hundred files, but hundreds of thousands of names
     for name, file in found.items():
+        if not name.isprintable():
+            raise _damaged(path, f"names a tensor {name!r}")
+        if isinstance(file, str) and file in good:
+            continue
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise _damaged(path, f"maps {name} to {file!r}, expected the name of a .safetensors file beside it")
+        good.add(file)
     return found
 
 

@@ -85,7 +85,7 @@ def tensor_role(name: str) -> TensorRole:
 
 def kv_scale_layer(name: str) -> int | None:
     """Layer of a key/value cache scale under any of its names, trunk or MTP layer; None for every other tensor."""
-    return layer_number(name) if _KV_SCALE.search(name) else None
+    return layer_number(name) if name.endswith(("k_scale", "v_scale")) and _KV_SCALE.search(name) else None
 
 
 def graph_prefix(config: ModelConfig, layer: int) -> str:

@@ -3,27 +3,36 @@ files.
 
 `write_synthetic` writes T6 (six layers, hidden 64) or any override of it, in every stored format, with real random
 weights: norm weights in [0.2, 1.8], non-zero biases, router biases with a large common offset. The same seed gives the
-same float weights in every format, so that formats can be compared. `write_stand_in` writes names, types, shapes and
-shards of any config without data. Names and layouts are the official ones.
+same float weights in every format, so that formats can be compared. `write_stand_in` writes a checkpoint of any size,
+tensor by tensor: random, as sparse files of the true size, or as files that end after their header.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from glm_mtp_export.checkpoint.index import INDEX_NAME, ITEM_BITS, layer_number
+from glm_mtp_export.checkpoint.files import (
+    Entry,
+    Tensor,
+    file_header,
+    num_bytes,
+    shard_name,
+    split_shards,
+    write_index,
+    write_safetensors,
+)
+from glm_mtp_export.checkpoint.layouts import FORMATS, T6_CONFIG, module_format, quantisation_config, stored_tensors
 from glm_mtp_export.checkpoint.names import ModuleSpec, draft_modules, tensor_role, trunk_modules
 from glm_mtp_export.checkpoint.numeric import (
     F32,
-    NVFP4_GROUP,
     bf16_to_f32,
     f32_to_bf16,
     f32_to_e4m3,
@@ -31,139 +40,21 @@ from glm_mtp_export.checkpoint.numeric import (
     quantise_nvfp4,
 )
 from glm_mtp_export.config import ModelConfig, parse_config
+from glm_mtp_export.errors import OptionError
 
 __all__ = [
+    "FILLINGS",
     "FORMATS",
     "T6_CONFIG",
     "Tensor",
     "draw",
-    "module_format",
-    "stored_tensors",
     "synthetic_tensors",
     "write_safetensors",
     "write_stand_in",
     "write_synthetic",
 ]
 
-T6_CONFIG: dict[str, Any] = {
-    "architectures": ["GlmMoeDsaForCausalLM"],
-    "model_type": "glm_moe_dsa",
-    "dtype": "bfloat16",
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "num_hidden_layers": 6,
-    "num_nextn_predict_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "qk_head_dim": 24,
-    "v_head_dim": 16,
-    "intermediate_size": 128,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
-    "n_group": 1,
-    "topk_group": 1,
-    "routed_scaling_factor": 2.5,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
-    "rope_interleave": True,
-    "indexer_rope_interleave": True,
-    "max_position_embeddings": 1024,
-    "index_n_heads": 4,
-    "index_head_dim": 16,
-    "index_topk": 8,
-    "index_topk_freq": 4,
-    "index_skip_topk_offset": 3,
-    "index_share_for_mtp_iteration": True,
-    "tie_word_embeddings": False,
-    "eos_token_id": [300, 307, 309],
-    "pad_token_id": 300,
-}
-# bf16; FP8 blocks as released; NVFP4 experts as released; the same with dense layers per-tensor FP8 (GLM-5.3);
-# compressed-tensors.
-FORMATS = ("bf16", "fp8", "nvfp4", "nvfp4-fp8-dense", "ct-nvfp4", "ct-fp8", "fp32", "fp16")
-_BASE = {"fp32": "F32", "fp16": "F16"}
-_UNQUANTISED = ("indexer.weights_proj", "mlp.gate", "eh_proj", "lm_head", "shared_head.head")
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor to write: the safetensors type code, the shape, and its bits (any numpy type of the right size)."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    bits: npt.NDArray[Any]
-
-
-def module_format(config: ModelConfig, spec: ModuleSpec, layout: str, quantised_draft: bool = False) -> str:
-    """How a layout of FORMATS stores a module: plain, fp8, fp8_tensor, fp8_channel or nvfp4."""
-    if not spec.linear or spec.name.endswith(_UNQUANTISED):
-        return "plain"
-    in_draft = (layer_number(spec.name) or 0) >= config.num_hidden_layers
-    if layout in ("fp8", "ct-fp8"):
-        return "fp8" if layout == "fp8" else "fp8_channel"
-    if "nvfp4" in layout and (not in_draft or quantised_draft):
-        if spec.group == "experts":
-            return "nvfp4"
-        if layout == "nvfp4-fp8-dense" and spec.group == "dense mlp":
-            return "fp8_tensor"
-    return "plain"
-
-
-def stored_tensors(
-    config: ModelConfig,
-    layout: str,
-    block: tuple[int, int] = (128, 128),
-    with_draft: bool = True,
-    quantised_draft: bool = False,
-) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Name, type code and shape of every tensor of a checkpoint, in layer order; optional copies are left out."""
-    specs = list(trunk_modules(config))
-    for module in range(config.num_nextn_predict_layers if with_draft else 0):
-        specs += [
-            s for s in draft_modules(config, module) if not s.name.endswith((".embed_tokens", ".shared_head.head"))
-        ]
-    for spec in specs:
-        if spec.name == "lm_head" and config.tie_word_embeddings:
-            continue
-        form = module_format(config, spec, layout, quantised_draft)
-        yield from _stored(spec, form, layout, block)
-
-
-def _stored(
-    spec: ModuleSpec, form: str, layout: str, block: tuple[int, int]
-) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    name, shape = spec.name, spec.shape
-    if name.endswith("e_score_correction_bias"):
-        yield name, "F32", shape
-    elif form == "plain":
-        yield name if name.endswith(".bias") else f"{name}.weight", _BASE.get(layout, "BF16"), shape
-    elif form == "nvfp4":
-        packed, groups = (shape[0], shape[1] // 2), (shape[0], shape[1] // NVFP4_GROUP)
-        reciprocal = layout.startswith("ct-")
-        yield f"{name}.weight_packed" if reciprocal else f"{name}.weight", "U8", packed
-        yield f"{name}.weight_scale", "F8_E4M3", groups
-        scalar = (1,) if reciprocal else ()
-        yield f"{name}.{'weight_global_scale' if reciprocal else 'weight_scale_2'}", "F32", scalar
-        yield f"{name}.{'input_global_scale' if reciprocal else 'input_scale'}", "F32", scalar
-    else:
-        yield f"{name}.weight", "F8_E4M3", shape
-        if form == "fp8":
-            yield f"{name}.weight_scale_inv", "F32", (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
-        else:
-            yield f"{name}.weight_scale", "F32", (shape[0], 1) if form == "fp8_channel" else ()
+FILLINGS = ("random", "sparse", "headers")
 
 
 def draw(spec_name: str, shape: tuple[int, ...], seed: int) -> F32:
@@ -182,6 +73,34 @@ def draw(spec_name: str, shape: tuple[int, ...], seed: int) -> F32:
     return bf16_to_f32(f32_to_bf16(values.astype(np.float32)))
 
 
+class _Maker:
+    """Bits of tensors by name; keeps the last module, since a module's tensors follow each other."""
+
+    def __init__(
+        self, config: ModelConfig, layout: str, seed: int, block: tuple[int, int], quantised_draft: bool
+    ) -> None:
+        self.config, self.layout, self.seed, self.block, self.quantised_draft = (
+            config,
+            layout,
+            seed,
+            block,
+            quantised_draft,
+        )
+        self.specs: dict[str, ModuleSpec] = {s.name: s for s in trunk_modules(config)}
+        for module in range(config.num_nextn_predict_layers):
+            self.specs |= {s.name: s for s in draft_modules(config, module)}
+        self.last: tuple[str, dict[str, npt.NDArray[Any]]] = ("", {})
+
+    def bits(self, entry: Entry) -> npt.NDArray[Any]:
+        name, dtype, shape = entry
+        owner = tensor_role(name)
+        if owner.module != self.last[0]:
+            spec = self.specs[owner.module]
+            form = module_format(self.config, spec, self.layout, self.quantised_draft)
+            self.last = owner.module, _encode(draw(spec.name, spec.shape, self.seed), form, dtype, self.block)
+        return self.last[1][owner.role].reshape(shape)
+
+
 def synthetic_tensors(
     config: ModelConfig,
     layout: str = "bf16",
@@ -192,19 +111,9 @@ def synthetic_tensors(
     quantised_draft: bool = False,
 ) -> dict[str, Tensor]:
     """Every tensor of a small checkpoint with random data."""
-    tensors: dict[str, Tensor] = {}
-    specs = {s.name: s for s in trunk_modules(config)}
-    for module in range(config.num_nextn_predict_layers):
-        specs |= {s.name: s for s in draft_modules(config, module)}
-    cache: dict[str, dict[str, npt.NDArray[Any]]] = {}
-    for name, dtype, shape in stored_tensors(config, layout, block, with_draft, quantised_draft):
-        owner = tensor_role(name)
-        if owner.module not in cache:
-            spec = specs[owner.module]
-            form = module_format(config, spec, layout, quantised_draft)
-            cache = {spec.name: _encode(draw(spec.name, spec.shape, seed), form, dtype, block)}
-        tensors[name] = Tensor(dtype, shape, cache[owner.module][owner.role].reshape(shape))
-    return tensors
+    maker = _Maker(config, layout, seed, block, quantised_draft)
+    entries = stored_tensors(config, layout, block, with_draft, quantised_draft)
+    return {entry[0]: Tensor(entry[1], entry[2], maker.bits(entry)) for entry in entries}
 
 
 def _encode(values: F32, form: str, dtype: str, block: tuple[int, int]) -> dict[str, npt.NDArray[Any]]:
@@ -285,15 +194,12 @@ def write_synthetic(
         edit_config(raw)
     (root / "config.json").write_text(json.dumps(raw, indent=1))
     names = list(tensors)
-    weight_map: dict[str, str] = {}
-    for shard in range(num_shards):
-        file = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
-        part = {n: tensors[n] for n in names[len(names) * shard // num_shards : len(names) * (shard + 1) // num_shards]}
-        write_safetensors(root / file, part)
-        weight_map |= dict.fromkeys(part, file)
+    cuts = [len(names) * shard // num_shards for shard in range(num_shards + 1)]
+    shards = [names[begin:end] for begin, end in pairwise(cuts)]
+    for number, part in enumerate(shards, 1):
+        write_safetensors(root / shard_name(number, num_shards), {name: tensors[name] for name in part})
     if with_index:
-        total = sum(t.bits.nbytes for t in tensors.values())
-        (root / INDEX_NAME).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
+        write_index(root, [[(name, tensors[name].dtype, tensors[name].shape) for name in part] for part in shards])
     return root
 
 
@@ -314,104 +220,41 @@ def pack_experts(config: ModelConfig, tensors: dict[str, Tensor]) -> None:
             tensors[f"{layer}.experts.{name}"] = Tensor(dtype, bits.shape, bits)
 
 
-def quantisation_config(
-    config: ModelConfig, layout: str, block: tuple[int, int], quantised_draft: bool = False
-) -> dict[str, Any] | None:
-    """The recipe that the layout's writer puts in config.json."""
-    layers = config.num_hidden_layers
-    keep = ["lm_head", "model.embed_tokens", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.gate$"]
-    dense = [
-        f"model.layers.{i}.mlp.{p}"
-        for i in range(layers)
-        if config.mlp_layer_types[i] == "dense"
-        for p in ("gate_proj", "up_proj", "down_proj")
-    ]
-    draft = [] if quantised_draft else [f"model.layers.{layers + m}*" for m in range(config.num_nextn_predict_layers)]
-    draft += ["eh_proj"]
-    if layout == "fp8":
-        keep = ["lm_head", "model.embed_tokens", "mlp.gate", "eh_proj", "weights_proj"]
-        return {
-            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-            "weight_block_size": list(block), "modules_to_not_convert": keep,
-        }  # fmt: skip
-    if layout in ("nvfp4", "nvfp4-fp8-dense"):
-        ignore = keep + draft + (dense if layout == "nvfp4" else [])
-        return {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ignore}
-    if layout == "ct-nvfp4":
-        weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": NVFP4_GROUP}
-    elif layout == "ct-fp8":
-        weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
-        keep, dense, draft = ["lm_head", "re:.*mlp\\.gate$", "re:.*weights_proj$", "eh_proj"], [], []
-    else:
-        return None
-    return {
-        "quant_method": "compressed-tensors", "ignore": keep + dense + draft,
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-    }  # fmt: skip
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One file with data."""
-    entries = [(name, t.dtype, t.shape) for name, t in tensors.items()]
-    with path.open("wb") as stream:
-        stream.write(_header(entries))
-        for tensor in tensors.values():
-            stream.write(tensor.bits.tobytes())
-
-
-def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    count = ITEM_BITS[dtype]
-    for extent in shape:
-        count *= extent
-    return count // 8
-
-
-def _header(entries: list[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """Length and JSON of a file's header, padded with blanks to 8 bytes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, dtype, shape in entries:
-        size = _num_bytes(dtype, shape)
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
 def write_stand_in(
     directory: Path | str,
     raw_config: Mapping[str, Any],
     layout: str,
     *,
-    num_shards: int,
-    headers_only: bool = False,
+    num_shards: int = 1,
+    filling: str = "headers",
     block: tuple[int, int] = (128, 128),
+    seed: int = 0,
 ) -> Path:
-    """Config, index and shards of any size without data: sparse files of the full size, or files that end after their
-    header."""
+    """Config, index and shards of a model of any size; gives the folder.
+
+    `filling`: random data (made tensor by tensor), sparse (files of the true size without data) or headers (files that
+    end after their header: they can be inspected, planned and exported in the device dialect, not run).
+    """
+    if layout not in FORMATS or filling not in FILLINGS:
+        raise OptionError(
+            f"format {layout!r} with {filling!r} data: known are {', '.join(FORMATS)} and {', '.join(FILLINGS)}."
+        )
     root = Path(directory)
-    root.mkdir(parents=True, exist_ok=True)
     config = parse_config(raw_config, "config")
     raw = dict(raw_config)
     if "quantization_config" not in raw and (recipe := quantisation_config(config, layout, block)):
         raw["quantization_config"] = recipe
+    root.mkdir(parents=True, exist_ok=True)
     (root / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    entries = list(stored_tensors(config, layout, block))
-    total = sum(_num_bytes(dtype, shape) for _, dtype, shape in entries)
-    shards: list[list[tuple[str, str, tuple[int, ...]]]] = [[] for _ in range(num_shards)]
-    done = 0
-    for entry in entries:
-        shards[min(done * num_shards // total, num_shards - 1)].append(entry)
-        done += _num_bytes(entry[1], entry[2])
-    weight_map: dict[str, str] = {}
+    shards = split_shards(list(stored_tensors(config, layout, block)), num_shards)
+    maker = _Maker(config, layout, seed, block, False) if filling == "random" else None
     for number, part in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{num_shards:05d}.safetensors"
-        with (root / file).open("wb") as stream:
-            stream.write(_header(part))
-            if not headers_only:
-                stream.truncate(stream.tell() + sum(_num_bytes(dtype, shape) for _, dtype, shape in part))
-        weight_map |= dict.fromkeys((name for name, _, _ in part), file)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (root / INDEX_NAME).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
+        with (root / shard_name(number, num_shards)).open("wb") as stream:
+            stream.write(file_header(part))
+            if maker:
+                for entry in part:
+                    stream.write(np.ascontiguousarray(maker.bits(entry)).data)
+            elif filling == "sparse":
+                stream.truncate(stream.tell() + sum(num_bytes(dtype, shape) for _, dtype, shape in part))
+    write_index(root, shards)
     return root
