@@ -240,14 +240,17 @@ def _on_error(request: HttpRequest, error: Exception) -> Response:
 
 def _on_invalid_body(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    problems = error.errors()
-    first = problems[0]
-    where = ".".join(str(step) for step in first["loc"] if step != "body")[:200]
-    message = "; ".join(
-        f"{'.'.join(str(step) for step in p['loc'] if step != 'body')[:200] or 'body'}: {p['msg']}"
-        for p in problems[:5]
-    )
-    return _refusal(400, "invalid_request_error", message, param=where or None)
+    found = [_problem(problem) for problem in error.errors()[:5]]
+    message = "; ".join(f"{where or 'body'}: {text}" for where, text in found)
+    return _refusal(400, "invalid_request_error", message, param=found[0][0])
+
+
+def _problem(problem: dict[str, Any]) -> tuple[str | None, str]:
+    """Field and message of one of pydantic's findings."""
+    if problem["type"] == "json_invalid":
+        return None, f"not JSON at character {problem['loc'][-1]} ({problem.get('ctx', {}).get('error', 'invalid')})"
+    where = ".".join(str(step) for step in problem["loc"] if step != "body")[:200]
+    return where or None, str(problem["msg"])
 
 
 def _on_http_exception(request: HttpRequest, error: Exception) -> Response:

@@ -1,0 +1,162 @@
+"""Clients that leave, stop reading or are too many; engines that fail; servers that stop."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from scripted_model import Script
+from server_process import RunningServer, wait_until
+
+Serve = Callable[..., RunningServer]
+CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+
+
+def raw_request(server: RunningServer, path: str, body: dict[str, Any]) -> socket.socket:
+    """A connection with the request sent and nothing read."""
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_disconnects_frees_slot_and_pages(serve: Serve, stream: bool) -> None:
+    server = serve(Script(step_seconds=0.01))
+    connection = raw_request(server, PLAIN, {"prompt": "endless", "max_tokens": 5000, "stream": stream})
+    wait_until(lambda: server.runtime.gauges().num_running == 1)
+    connection.close()
+    wait_until(server.is_idle, seconds=3)
+    assert server.runtime.statistics.num_output_tokens < 4000
+    assert server.runtime.statistics.num_finished["abort"] == 1
+
+
+def test_a_client_that_leaves_while_waiting_in_the_queue(serve: Serve) -> None:
+    server = serve(Script(step_seconds=0.01, max_batch_size=1))
+    first = raw_request(server, PLAIN, {"prompt": "endless", "max_tokens": 5000, "stream": True})
+    wait_until(lambda: server.runtime.gauges().num_running == 1)
+    second = raw_request(server, PLAIN, {"prompt": "endless", "max_tokens": 5000, "stream": True})
+    wait_until(lambda: server.runtime.gauges().num_waiting == 1)
+    second.close()
+    wait_until(lambda: server.runtime.gauges().num_waiting == 0, seconds=3)
+    first.close()
+    wait_until(server.is_idle, seconds=3)
+
+
+def test_the_next_request_after_a_cancelled_one_is_as_on_a_fresh_server(serve: Serve) -> None:
+    script = Script({"once": " upon a time"}, step_seconds=0.005, max_batch_size=1)
+    server = serve(script)
+    with server.openai.completions.create(model="nano", prompt="endless", max_tokens=1000, stream=True) as chunks:
+        for _, chunk in zip(range(2), chunks, strict=False):
+            assert chunk.choices[0].text
+    wait_until(server.is_idle, seconds=3)
+    answer = server.openai.completions.create(model="nano", prompt="once", max_tokens=50)
+    assert answer.choices[0].text == " upon a time"
+
+
+def test_a_client_that_stops_reading_is_dropped(serve: Serve) -> None:
+    server = serve(Script(), write_seconds=0.5)
+    body = {"prompt": ["endless"] * 32, "max_tokens": 2000, "stream": True, "logprobs": 3}
+    connection = raw_request(server, PLAIN, body)
+    wait_until(lambda: server.runtime.statistics.num_calls > 0)
+    # 64,000 tokens with log-probabilities are far more than socket buffers take; nobody reads them
+    wait_until(server.is_idle, seconds=30)
+    assert server.get("/health").status_code == 200
+    connection.close()
+
+
+def test_too_many_requests_are_told_so_at_once(serve: Serve) -> None:
+    server = serve(Script(step_seconds=0.01), max_sequences=2)
+    held = [raw_request(server, PLAIN, {"prompt": "endless", "max_tokens": 5000, "stream": True}) for _ in range(2)]
+    wait_until(lambda: server.app.state.front.num_sequences == 2)
+    for body in ({"prompt": "x"}, {"prompt": "x", "stream": True}):
+        refused = server.post(PLAIN, body)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert "the limit of 2" in refused.json()["error"]["message"]
+    with pytest.raises(openai.RateLimitError):
+        server.openai.completions.create(model="nano", prompt="x")
+    assert server.post(PLAIN, {"prompt": "x", "n": 3}).status_code == 429
+    for connection in held:
+        connection.close()
+    wait_until(server.is_idle, seconds=3)
+    assert server.post(PLAIN, {"prompt": "x", "n": 2}).status_code == 200
+
+
+def test_one_refused_prompt_cancels_its_siblings(serve: Serve) -> None:
+    server = serve(Script(step_seconds=0.01))
+    assert server.post(PLAIN, {"prompt": ["endless", [9999]], "max_tokens": 5000}).status_code == 400
+    wait_until(server.is_idle, seconds=3)
+
+
+def test_time_limit(serve: Serve) -> None:
+    server = serve(Script(step_seconds=0.02), request_seconds=0.3)
+    late = server.post(PLAIN, {"prompt": "endless", "max_tokens": 5000})
+    assert late.status_code == 504 and "longer than 0.3 s" in late.json()["error"]["message"]
+    chunks = server.openai.completions.create(model="nano", prompt="endless", max_tokens=5000, stream=True)
+    with chunks, pytest.raises(openai.APIError, match=r"longer than 0\.3 s"):
+        list(chunks)
+    wait_until(server.is_idle, seconds=3)
+
+
+def test_a_failing_engine_ends_every_request_and_health_says_so(serve: Serve) -> None:
+    server = serve(Script(step_seconds=0.01, fail_after_calls=30))
+    with ThreadPoolExecutor(8) as pool:
+        bodies = [{"prompt": "endless", "max_tokens": 5000, "stream": i % 2 == 0} for i in range(8)]
+        answers = list(pool.map(lambda body: server.post(PLAIN, body), bodies))
+    for body, answer in zip(bodies, answers, strict=True):
+        if body["stream"]:
+            assert '"service_unavailable_error"' in answer.text and answer.text.endswith("data: [DONE]\n\n")
+        else:
+            assert answer.status_code == 503
+    assert server.get("/health").status_code == 503
+    refused = server.post(PLAIN, {"prompt": "x"})
+    assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+
+
+def test_stopping_lets_running_requests_finish(serve: Serve) -> None:
+    server = serve(Script({"once": " upon" + " a time" * 20}, step_seconds=0.01), drain_seconds=10.0)
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(server.post(PLAIN, {"prompt": "once", "max_tokens": 500})))
+    asking.start()
+    wait_until(lambda: server.runtime.gauges().num_running == 1)
+    server.stop()
+    asking.join()
+    assert answers[0].status_code == 200 and answers[0].json()["choices"][0]["text"] == " upon" + " a time" * 20
+
+
+def test_sixty_four_clients_at_once_get_their_own_answers(serve: Serve) -> None:
+    answers = {f"q{i:02d}": f" answer number {i} 数" * (1 + i % 7) for i in range(64)}
+    server = serve(Script(answers))
+    client = server.openai
+
+    def ask(prompt: str) -> str:
+        if int(prompt[1:]) % 2:
+            return client.completions.create(model="nano", prompt=prompt, max_tokens=400).choices[0].text
+        chunks = client.completions.create(model="nano", prompt=prompt, max_tokens=400, stream=True)
+        return "".join(chunk.choices[0].text for chunk in chunks)
+
+    with ThreadPoolExecutor(64) as pool:
+        found = dict(zip(answers, pool.map(ask, answers), strict=True))
+    assert found == answers
+    wait_until(server.is_idle)
+
+
+def test_a_slow_reader_gets_everything(serve: Serve) -> None:
+    server = serve(Script({"once": "x" * 400}))
+    text = ""
+    for i, chunk in enumerate(
+        server.openai.completions.create(model="nano", prompt="once", max_tokens=500, stream=True)
+    ):
+        text += chunk.choices[0].text
+        if i < 10:
+            time.sleep(0.02)
+    assert text == "x" * 400
