@@ -66,7 +66,11 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """One paged pool: [num_layers, num_pages, PAGE_SIZE, width] of `dtype`."""
+    """One paged pool: [num_layers, num_pages, PAGE_SIZE, width] of `dtype`.
+
+    The device dialect has one pool a family, named as in CACHE_NAMES. The portable dialect has one a layer, `<family>.<slot>`: a
+    runtime that updates a tensor in place does so for a tensor with one writer, and copies the whole pool otherwise.
+    """
 
     name: str
     dtype: str
@@ -85,7 +89,7 @@ class CacheSpec:
 
 
 def cache_specs(config: ModelConfig, dialect: str, cache_dtype: str, with_draft: bool) -> tuple[CacheSpec, ...]:
-    """The pools of an artifact, in CACHE_NAMES order; the draft's two are absent without a draft.
+    """The pools of an artifact, families in CACHE_NAMES order; the draft's two are absent without a draft.
 
     `cache_dtype`: float32 (portable), bfloat16, or float8_e4m3fn (device: packed rows of bytes, typed int8. An MLA row is
     kv_lora e4m3 values, one float32 scale per 128 of them, then the rotated key in bf16; an index page is all keys in e4m3,
@@ -103,7 +107,13 @@ def cache_specs(config: ModelConfig, dialect: str, cache_dtype: str, with_draft:
     ]
     if with_draft:
         pools += [CacheSpec("draft_mla", dtype, 1, mla, size), CacheSpec("draft_indexer", dtype, 1, indexer, size)]
-    return tuple(pools)
+    if dialect == DEVICE:
+        return tuple(pools)
+    return tuple(
+        dataclasses.replace(pool, name=f"{pool.name}.{slot}", num_layers=1)
+        for pool in pools
+        for slot in range(pool.num_layers)
+    )
 
 
 def step_inputs(config: ModelConfig, speculation: SpeculationConfig, caches: tuple[CacheSpec, ...]) -> tuple[TensorSpec, ...]:

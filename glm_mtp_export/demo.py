@@ -23,8 +23,9 @@ def nano_checkpoint() -> Path:
 def chat_prompt(artifact: Path, message: str, thinking: bool) -> str:
     """One user message, rendered with the artifact's chat template."""
     from glm_mtp_export.chat.template import ChatTemplate
+    from glm_mtp_export.runtime.tokenizer import Tokenizer
 
-    template = ChatTemplate.load(artifact)
+    template = ChatTemplate.load(artifact, Tokenizer.load(artifact))
     return template.render([{"role": "user", "content": message}], enable_thinking=thinking)
 
 

@@ -6,7 +6,7 @@ In: a function that runs the step, and the artifact's reference file. Out: a `Se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from glm_mtp_export.artifact import CACHE_NAMES, Manifest
+from glm_mtp_export.artifact import Manifest
 from glm_mtp_export.errors import EngineError
 from glm_mtp_export.export.reference import REFERENCE_NAME, reference_feeds, reference_pages
 
@@ -80,10 +80,9 @@ def self_check(
         tokens, length = reference[f"{label}.next_tokens"], len(prompt)
         drafts = reference.get(f"{label}.next_draft_tokens")
     layers = tuple(
-        LayerError(name, layer, _relative(pools[name][layer], reference[name][layer]))
-        for name in CACHE_NAMES
-        if name in pools
-        for layer in range(len(pools[name]))
+        LayerError(name.partition(".")[0], slot, _relative(pool, expected))
+        for name in pools
+        for slot, pool, expected in _by_layer(name, pools[name], reference[name])
     )
     wrong = [e for e in layers if not e.relative <= bound]
     if wrong:
@@ -98,6 +97,15 @@ def self_check(
             "Export and build again; if it stays, this toolchain computes the graph wrongly."
         )
     return SelfCheck(True, compared, layers)
+
+
+def _by_layer(
+    name: str, pool: NDArray[np.generic], expected: NDArray[np.generic]
+) -> Iterator[tuple[int, NDArray[np.generic], NDArray[np.generic]]]:
+    """Layer number and rows of both, for a pool a layer or a pool with a layer axis."""
+    _, _, slot = name.partition(".")
+    for layer in range(len(pool)):
+        yield (int(slot) if slot else layer), pool[layer], expected[layer]
 
 
 def _relative(found: NDArray[np.generic], expected: NDArray[np.generic]) -> float:

@@ -29,13 +29,20 @@ class Rows:
 
 
 class Caches:
-    """The newest version of each pool. Every cache is one linear thread: a writer replaces it, a reader takes what is here."""
+    """The newest version of each pool. Every cache is one linear thread: a writer replaces it, a reader takes what is here.
+
+    A family is one pool with a layer axis, or one pool a layer (`artifact.CacheSpec`); `place` hides which.
+    """
 
     def __init__(self, pools: dict[str, Tensor]) -> None:
         self._pools = dict(pools)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._pools[name]
+
+    def place(self, family: str, slot: int) -> tuple[str, int]:
+        """Name of the pool that holds layer `slot` of a family, and the layer's index in it."""
+        return (family, slot) if family in self._pools else (f"{family}.{slot}", 0)
 
     def replace(self, name: str, pool: Tensor) -> None:
         """Put the version that a writer returned."""
@@ -49,11 +56,12 @@ def selected(
     query_latent: Tensor,
     rows: Rows,
     caches: Caches,
-    pool: str,
+    family: str,
     slot: int,
 ) -> Tensor:
-    """Run the layer's indexer: write the rows' keys to `pool` at layer `slot`, return their lists i32 [T, index_topk]."""
+    """Run the layer's indexer: write the rows' keys to `family` at layer `slot`, return their lists i32 [T, index_topk]."""
     key_gate = weights.linear("wk_gate", normed, to_f32=True)
+    name, layer = caches.place(family, slot)
     selection, updated = ops.indexer(
         weights.linear("wq_b", query_latent),
         key_gate,
@@ -62,8 +70,8 @@ def selected(
         rows.positions,
         rows.row_requests,
         rows.block_table,
-        caches[pool],
-        slot,
+        caches[name],
+        layer,
         config.index_n_heads,
         config.index_head_dim,
         config.qk_rope_head_dim,
@@ -72,7 +80,7 @@ def selected(
         config.index_topk,
         LATENT_NORM_EPS,
     )
-    caches.replace(pool, updated)
+    caches.replace(name, updated)
     return selection
 
 
@@ -99,6 +107,7 @@ def attention(
         scope = weights.scope("indexer")
         selection = selected(config, scope, normed, query_latent, rows, caches, f"{model}_indexer", index_slot)
     assert selection is not None, "the first layer must own an indexer"
+    name, place = caches.place(f"{model}_mla", layer)
     mixed, updated = ops.mla_attention(
         block.linear("q_b", query_latent),
         down,
@@ -109,8 +118,8 @@ def attention(
         rows.positions,
         rows.row_requests,
         rows.block_table,
-        caches[f"{model}_mla"],
-        layer,
+        caches[name],
+        place,
         config.num_attention_heads,
         config.qk_nope_head_dim,
         config.qk_rope_head_dim,
@@ -122,5 +131,5 @@ def attention(
         LATENT_NORM_EPS,
         config.q_lora_rank,
     )
-    caches.replace(f"{model}_mla", updated)
+    caches.replace(name, updated)
     return block.linear("o", mixed), selection

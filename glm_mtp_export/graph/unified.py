@@ -45,7 +45,8 @@ class UnifiedStep(torch.nn.Module):
     def forward(self, inputs: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run the step; caches come back as `<name>_out` and are new versions, not copies of a guess."""
         config, speculation, scope = self.config, self.speculation, Weights(weights)
-        caches = Caches({name: inputs[name] for name in CACHE_NAMES if name in inputs})
+        pools = [name for name in inputs if name.partition(".")[0] in CACHE_NAMES]
+        caches = Caches({name: inputs[name] for name in pools})
         row_token_ids, positions, row_requests, logit_rows = ops.step_rows(
             inputs["token_ids"],
             inputs["row_offsets"],
@@ -86,7 +87,7 @@ class UnifiedStep(torch.nn.Module):
             outputs["committed_logprobs"] = chosen
             if speculation.num_logprobs:
                 outputs |= {"top_ids": top_ids, "top_logprobs": top_logprobs}
-        return outputs | {f"{name}_out": caches[name] for name in CACHE_NAMES if name in inputs}
+        return outputs | {f"{name}_out": caches[name] for name in pools}
 
     def _accepted(self, inputs: Mapping[str, Tensor], logits: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Acceptance on float32 logits [B * slots, V]: the two outputs, and the committed tokens [B, slots]."""
