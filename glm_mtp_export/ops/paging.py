@@ -33,7 +33,7 @@ def power_of_two(amax: Tensor, floor: float) -> Tensor:
     """The smallest power of two s >= floor with amax <= 448 s, exact: 448 is 7/8 of a power of two."""
     mantissa, exponent = torch.frexp(amax / 512.0)
     fits = torch.where(mantissa <= E4M3_MAX / 512.0, exponent, exponent + 1)
-    return torch.ldexp(torch.ones_like(amax), fits).clamp_min(floor)
+    return torch.ldexp(torch.ones_like(amax), fits).masked_fill(amax == 0, floor).clamp_min(floor)
 
 
 def _bytes(x: Tensor) -> Tensor:
