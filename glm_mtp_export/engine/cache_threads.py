@@ -1,7 +1,7 @@
 """Each cache of a step graph must be one thread: graph input, writer, writer, ..., graph output, nothing read stale.
 
-A writer updates the pool in place and gives it a new name. A node that still reads the old name would see the new bytes; an
-engine builder that notices makes a copy of the whole pool on every call. Raises `EngineError` naming the nodes.
+A writer updates the pool in place and gives it a new name. A node that still reads the old name would see the new
+bytes; an engine builder that notices copies the whole pool on every call. Raises `EngineError` naming the nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def cache_writers(model: onnx.ModelProto, cache: str) -> list[onnx.NodeProto]:
         if len(found) != 1:
             who = ", ".join(node.name or node.op_type for node in found) or "nobody"
             raise EngineError(
-                f"cache {cache}: '{name}' is read by {who}, expected exactly one writer up to '{cache}_out'. Export again."
+                f"cache {cache}: '{name}' is read by {who}, expected one writer up to '{cache}_out'. Export again."
             )
         thread.append(found[0])
         name = _updated(found[0], name, cache)
@@ -45,7 +45,7 @@ def _updated(node: onnx.NodeProto, name: str, cache: str) -> str:
             if node.input[inputs.index(source)] == name:
                 return str(node.output[outputs.index(output)])
     raise EngineError(
-        f"cache {cache}: '{name}' goes into {node.name or node.op_type}, which does not update it in place. Export again."
+        f"cache {cache}: '{name}' goes into {node.name or node.op_type}, which does not update it. Export again."
     )
 
 

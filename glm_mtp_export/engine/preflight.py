@@ -15,19 +15,11 @@ from pathlib import Path
 import onnx
 
 from glm_mtp_export.errors import EngineError
+from glm_mtp_export.tensorrt_toolchain import Creator
 
 __all__ = ["Creator", "Finding", "PreflightReport", "load_graph", "preflight"]
 
 PLUGIN, BODY, NOTHING = "plugin", "function body", "nothing"
-
-
-@dataclass(frozen=True)
-class Creator:
-    """A plugin creator as a registry or a library lists it."""
-
-    name: str
-    version: str
-    namespace: str
 
 
 @dataclass(frozen=True)

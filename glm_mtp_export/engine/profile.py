@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from glm_mtp_export.artifact import Manifest, TensorSpec
+from glm_mtp_export.artifact import PAGE_SIZE, Manifest, TensorSpec
 from glm_mtp_export.engine_manifest import BACKENDS, EngineProfile
 from glm_mtp_export.errors import OptionError
 
@@ -60,7 +60,9 @@ def shape_spans(manifest: Manifest, profile: EngineProfile) -> dict[str, dict[st
     """Profile name (`prefill`, `decode`) -> input name -> shapes, for the dynamic inputs of the step graph."""
     slots = manifest.speculation.num_slots
     opt_batch = profile.opt_batch or profile.max_batch
-    pages, most_pages = min(profile.max_pages_per_request, 128), profile.max_pages_per_request
+    # The last call of a request also names pages for its drafts and for those that the draft layer adds.
+    most_pages = -(-(profile.max_context + 2 * slots) // PAGE_SIZE)
+    pages = min(most_pages, 128)
     smallest = {"B": 1, "T": 1, "P": 1, "N": 1}
     prefill = {"B": min(opt_batch, profile.opt_rows or profile.max_rows), "T": profile.opt_rows or profile.max_rows}
     decode = {"B": opt_batch, "T": opt_batch * slots}

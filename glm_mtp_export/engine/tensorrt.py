@@ -1,28 +1,33 @@
 """Builds an engine from a device-dialect artifact with TensorRT or TensorRT-RTX, through Polygraphy's loaders.
 
 In: an artifact directory, a profile, a plugin library. Out: `engine.plan`, the plugin library and `engine.json` under
-`engine/<backend>`, and a `BuildReport`. Weights are network inputs, so the plan stays small and the build takes seconds at
-any size. What may go wrong: an artifact of the portable dialect, an op without its plugin, a cache that is read stale or
-would be copied, and whatever the toolchain refuses raise `EngineError` with the toolchain's own words; nothing is written
-then.
+`engine/<backend>`, and a `BuildReport`. Weights are network inputs: the plan stays small and the build takes seconds
+at any size. What may go wrong: an artifact of the portable dialect, an op without its plugin, a cache that is read stale
+or would be copied, and whatever the toolchain refuses raise `EngineError` with the toolchain's own words; nothing is
+written then.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import onnx
 
 from glm_mtp_export.artifact import DEVICE, STEP_NAME, Manifest, file_record, replacing
 from glm_mtp_export.cuda_device import cuda_device
 from glm_mtp_export.engine.cache_threads import check_cache_threads
 from glm_mtp_export.engine.preflight import PreflightReport, load_graph, preflight
 from glm_mtp_export.engine.profile import shape_spans
-from glm_mtp_export.engine.toolchain import LogLine, Toolchain, load_toolchain
 from glm_mtp_export.engine_manifest import (
     ENGINE_MANIFEST_NAME,
     PLAN_NAME,
@@ -30,10 +35,19 @@ from glm_mtp_export.engine_manifest import (
     EngineProfile,
     engine_directory,
 )
-from glm_mtp_export.errors import EngineError
+from glm_mtp_export.errors import EngineError, MissingDependencyError
 from glm_mtp_export.plugin_library import LIBRARY_NAME, PluginLibrary, find_plugins
+from glm_mtp_export.tensorrt_toolchain import LogLine, Toolchain, load_toolchain, require_parser_library
 
-__all__ = ["BuildReport", "EngineLayer", "build", "engine_layers", "save_timing_cache", "set_timing_cache"]
+__all__ = [
+    "BuildReport",
+    "EngineLayer",
+    "build",
+    "bytes_as_int8",
+    "engine_layers",
+    "save_timing_cache",
+    "set_timing_cache",
+]
 
 _ERROR, _WARNING = 1, 2  # the toolchain's severities
 # What TensorRT-RTX compiles for: the oldest target with the types that the graph uses. Newer cards run it.
@@ -50,7 +64,7 @@ class EngineLayer:
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What a build did. `activation_bytes` is the scratch memory of the largest profile, caches and weights excluded."""
+    """What a build did. `activation_bytes`: scratch memory of the largest profile, without caches and weights."""
 
     directory: Path
     manifest: EngineManifest
@@ -83,18 +97,20 @@ def build(
     manifest = Manifest.load(artifact)
     if manifest.dialect != DEVICE:
         raise EngineError(
-            f"{artifact}: the artifact is of the {manifest.dialect} dialect, whose float32 caches and weights our plugins "
-            "do not take. Export it again with --dialect device."
+            f"{artifact}: the artifact is of the {manifest.dialect} dialect, whose float32 caches our plugins do not "
+            "take. Export it again with --dialect device."
         )
     manifest.verify_files(artifact)
     library = find_plugins(plugins)
     model = load_graph(artifact / STEP_NAME)
     check_cache_threads(model, [cache.name for cache in manifest.caches])
     toolchain = load_toolchain(profile.backend)
+    require_parser_library(toolchain)
     report = preflight(model, toolchain.load_plugins(library.path), str(library.path))
     report.require(strict=strict_plugins)
     first_line = len(toolchain.lines)
-    plan, seconds = _built(toolchain, artifact / STEP_NAME, manifest, profile, timing_cache)
+    step = artifact / STEP_NAME
+    plan, seconds = _built(toolchain, step, bytes_as_int8(model), manifest, profile, timing_cache)
     lines = toolchain.lines[first_line:]
     _refuse_copies(lines)
     engine = _engine_manifest(toolchain, manifest, profile, library, report, check_only)
@@ -106,16 +122,34 @@ def build(
     )
 
 
+def bytes_as_int8(model: onnx.ModelProto) -> onnx.ModelProto | None:
+    """The graph with its UINT8 inputs typed INT8, which builders take at plugins; None when it has no such input."""
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    inputs = [i for i in changed.graph.input if i.type.tensor_type.elem_type == onnx.TensorProto.UINT8]
+    for value in inputs:
+        value.type.tensor_type.elem_type = onnx.TensorProto.INT8
+    return changed if inputs else None
+
+
 def _built(
-    toolchain: Toolchain, step: Path, manifest: Manifest, profile: EngineProfile, timing_cache: Path | None
+    toolchain: Toolchain,
+    step: Path,
+    retyped: onnx.ModelProto | None,
+    manifest: Manifest,
+    profile: EngineProfile,
+    timing_cache: Path | None,
 ) -> tuple[memoryview, tuple[float, float]]:
-    """Parse and build; the serialised engine and the seconds each took."""
-    trt, loaders = toolchain.module, toolchain.polygraphy()
+    """Parse and build; the serialised engine and the seconds each took. `retyped` stands for the file when given."""
+    trt, loaders = toolchain.module, _polygraphy(toolchain)
     first_line = len(toolchain.lines)
     started = time.perf_counter()
     try:
-        with toolchain.polygraphy_quiet():
-            network = loaders.NetworkFromOnnxPath(str(step), strongly_typed=True)()
+        with _quiet_polygraphy():
+            if retyped is None:
+                network = loaders.NetworkFromOnnxPath(str(step), strongly_typed=True)()
+            else:
+                network = loaders.NetworkFromOnnxBytes(retyped.SerializeToString(), strongly_typed=True)()
             parsed = time.perf_counter()
             create = loaders.CreateConfig(
                 profiles=_profiles(loaders, manifest, profile),
@@ -123,6 +157,7 @@ def _built(
                 profiling_verbosity=trt.ProfilingVerbosity.DETAILED,
             )
             config = create(network[0], network[1])
+            config.max_aux_streams = 0  # side streams would break the kernels' overlap on the main one
             if toolchain.is_rtx:
                 config.num_compute_capabilities = 1
                 config.set_compute_capability(getattr(trt.ComputeCapability, _rtx_target(manifest)[0]), 0)
@@ -136,6 +171,29 @@ def _built(
     if timing_cache is not None:
         save_timing_cache(config, timing_cache)
     return plan, (parsed - started, time.perf_counter() - parsed)
+
+
+def _polygraphy(toolchain: Toolchain) -> Any:
+    """Polygraphy's loaders for this toolchain, logging through ours. Raises MissingDependencyError."""
+    os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1" if toolchain.is_rtx else "0"  # read when it is first imported
+    try:
+        loaders = importlib.import_module("polygraphy.backend.trt")
+        util = importlib.import_module("polygraphy.backend.trt.util")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"building engines needs Polygraphy ({error}): pip install 'glm-mtp-export[gpu]'"
+        ) from error
+    # The loaders take no logger, and the one they make keeps no lines.
+    util.TRT_LOGGER = toolchain.logger  # type: ignore[attr-defined]
+    return loaders
+
+
+@contextmanager
+def _quiet_polygraphy() -> Iterator[None]:
+    """Polygraphy prints its configuration and every error; our messages say what to do."""
+    logger = importlib.import_module("polygraphy.logger").G_LOGGER
+    with logger.verbosity(logger.CRITICAL + 1):
+        yield
 
 
 def _profiles(loaders: Any, manifest: Manifest, profile: EngineProfile) -> list[Any]:
@@ -155,7 +213,7 @@ def _rtx_target(manifest: Manifest) -> tuple[str, str]:
 
 
 def set_timing_cache(config: Any, path: Path) -> bool:
-    """Give `config` the cache at `path`. False, and an empty one, when the file is missing or damaged: only time is lost."""
+    """Give `config` the cache at `path`; an empty one, and False, when it is missing or damaged: only time is lost."""
     try:
         cache = config.create_timing_cache(path.read_bytes())
         if cache is not None and config.set_timing_cache(cache, True):
