@@ -83,6 +83,10 @@ class RequestHandle:
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
+        if self._on_delta is not None and self._accepted.is_set():
+            for index in set(range(self.request.params.n)) - set(self._completions):
+                lost = Completion(index, (), "", "error", error=str(error))
+                self._deliver(Delta(self.request.request_id, index, completion=lost))
         self._deltas.put(error)
         self._accepted.set()
         self._finished.set()
