@@ -1,0 +1,195 @@
+"""The front: generate, stream, threads, callbacks, drain, failure."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from fake_model import FakeSession, fake_manifest, hashed_errors
+from harness import TOKENIZER
+
+from glm_mtp_export.engine_manifest import EngineProfile
+from glm_mtp_export.errors import EngineError, RequestError
+from glm_mtp_export.runtime.engine import Engine
+from glm_mtp_export.runtime.request import Delta
+from glm_mtp_export.runtime.runtime import Runtime, default_profile
+from glm_mtp_export.runtime.sampling import SamplingParams
+from glm_mtp_export.runtime.session import StepInputs, StepOutputs
+
+_PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def _runtime(session: FakeSession | None = None, tokenizer: bool = True) -> Runtime:
+    session = session or FakeSession(fake_manifest(3), 64, hashed_errors(30, 1))
+    found = TOKENIZER if tokenizer else None
+    return Runtime(session, found, Engine(session, found))
+
+
+def test_prompts_as_text_ids_one_or_many() -> None:
+    with _runtime() as runtime:
+        (text,) = runtime.generate("hello", _PARAMS)
+        (ids,) = runtime.generate(list(b"hello"), _PARAMS)
+        both = runtime.generate(["hello", list(b"hello")], [_PARAMS, _PARAMS])
+        assert text.token_ids == ids.token_ids == both[0].token_ids == both[1].token_ids
+        assert text.text == TOKENIZER.decode(text.token_ids) and text.finish_reason == "length"
+        assert runtime.generate([], _PARAMS) == []
+        with pytest.raises(RequestError, match="1 SamplingParams for 2 prompts"):
+            runtime.generate(["a", "b"], [_PARAMS])
+
+
+def test_streamed_texts_concatenate_to_the_whole_text() -> None:
+    with _runtime() as runtime:
+        for seed in range(20):
+            params = SamplingParams(seed=seed, max_tokens=40, stop=("e", "zz"))
+            deltas = list(runtime.stream("some prompt", params))
+            (whole,) = runtime.generate("some prompt", params)
+            assert "".join(d.text for d in deltas) == whole.text
+            assert tuple(t for d in deltas for t in d.token_ids) == whole.token_ids
+            assert [d.finished for d in deltas] == [False] * (len(deltas) - 1) + [True]
+
+
+def test_many_threads_share_one_batch() -> None:
+    with _runtime() as runtime:
+        expected = {i: runtime.generate([i, 2], _PARAMS)[0].token_ids for i in range(8)}
+        found: dict[int, tuple[int, ...]] = {}
+
+        def work(i: int) -> None:
+            for _ in range(3):
+                found[i] = runtime.generate([i, 2], _PARAMS)[0].token_ids
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == expected
+
+
+def test_one_bad_prompt_refuses_the_batch_and_leaves_nothing_running() -> None:
+    with _runtime() as runtime:
+        with pytest.raises(RequestError, match="empty"):
+            runtime.generate([[1, 2, 3], []], SamplingParams(max_tokens=2000, ignore_eos=True))
+        assert runtime.drain(timeout=10)
+        assert runtime.gauges().num_pages_held == 0
+
+
+def test_leaving_a_stream_aborts_its_request() -> None:
+    with _runtime() as runtime:
+        stream = runtime.stream([1, 2], SamplingParams(max_tokens=2000, ignore_eos=True))
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]
+        assert runtime.drain(timeout=10)
+        assert runtime.statistics.num_finished["abort"] == 1 and runtime.gauges().num_pages_held == 0
+
+
+def test_drain_refuses_new_requests_and_lets_running_ones_end() -> None:
+    with _runtime() as runtime:
+        handle = runtime.submit([1, 2], SamplingParams(max_tokens=200, ignore_eos=True), stream=False)
+        assert runtime.drain(timeout=30)
+        assert len(handle.result(timeout=0).token_ids) == 200
+        with pytest.raises(EngineError, match="draining"):
+            runtime.generate([1], _PARAMS)
+
+
+def test_callbacks_run_and_a_failing_one_ends_its_request_only(caplog: pytest.LogCaptureFixture) -> None:
+    with _runtime() as runtime:
+        seen: list[Delta] = []
+        good = runtime.submit([1, 2], _PARAMS, on_delta=seen.append)
+
+        def fail(delta: Delta) -> None:
+            raise ValueError("receiver is gone")
+
+        bad = runtime.submit([3], SamplingParams(max_tokens=2000, ignore_eos=True), on_delta=fail)
+        assert good.result(timeout=30).token_ids == tuple(t for d in seen for t in d.token_ids)
+        assert bad.result(timeout=30).finish_reason == "abort"
+        assert "receiver is gone" in caplog.text
+
+
+class _BreakingSession(FakeSession):
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        if len(self.calls) > 3:
+            raise EngineError("the card fell off the bus")
+        return super().run(inputs)
+
+
+def test_a_failing_session_reaches_every_waiting_caller() -> None:
+    with _runtime(_BreakingSession(fake_manifest(3))) as runtime:
+        seen: list[Delta] = []
+        called = runtime.submit([4], SamplingParams(max_tokens=2000), on_delta=seen.append)
+        with pytest.raises(EngineError, match="fell off the bus"):
+            runtime.generate([[1], [2]], SamplingParams(max_tokens=2000, ignore_eos=True))
+        with pytest.raises(EngineError, match="fell off the bus"):
+            called.result(timeout=10)
+        assert seen[-1].completion is not None and seen[-1].completion.finish_reason == "error"
+        with pytest.raises(EngineError, match="has stopped after an error"):
+            runtime.generate([1], _PARAMS)
+        assert not runtime.is_healthy
+
+
+def test_closing_fails_what_still_runs() -> None:
+    runtime = _runtime()
+    handle = runtime.submit([1], SamplingParams(max_tokens=3000, ignore_eos=True))
+    runtime.close()
+    with pytest.raises(EngineError, match="closed"):
+        handle.result(timeout=10)
+
+
+def test_result_times_out() -> None:
+    with _runtime() as runtime:
+        handle = runtime.submit([1], SamplingParams(max_tokens=3000, ignore_eos=True))
+        with pytest.raises(TimeoutError):
+            handle.result(timeout=0.0)
+        handle.abort()
+        assert handle.result(timeout=30).finish_reason in ("abort", "length")
+
+
+def test_an_idle_engine_burns_no_time() -> None:
+    with _runtime() as runtime:
+        runtime.generate([1], _PARAMS)
+        before = time.process_time()
+        time.sleep(0.3)
+        # Other threads of this process may run; a spinning loop would take all 0.3 s.
+        assert time.process_time() - before < 0.15
+
+
+def test_text_needs_a_tokenizer() -> None:
+    with _runtime(tokenizer=False) as runtime:
+        assert runtime.generate([1, 2], _PARAMS)[0].text == ""
+        with pytest.raises(RequestError, match=r"no tokenizer\.json"):
+            runtime.generate("hello", _PARAMS)
+
+
+def test_default_profile_holds_one_request_of_full_length() -> None:
+    profile = default_profile(fake_manifest(7, max_position_embeddings=1 << 20))
+    assert isinstance(profile, EngineProfile) and profile.max_context == 4096
+    session = FakeSession(fake_manifest(7, max_position_embeddings=1 << 20), profile.num_pages)
+    assert Engine(session, None, max_context_length=profile.max_context).context_limit.length == 4096 - 6 + 1
+
+
+def test_metrics_registry_shows_the_same_numbers() -> None:
+    prometheus_client = pytest.importorskip("prometheus_client")
+    with _runtime() as runtime:
+        runtime.generate([1, 2], _PARAMS)
+        text = prometheus_client.generate_latest(runtime.metrics_registry()).decode()
+        statistics = runtime.statistics
+        assert "glm_mtp_output_tokens_total 12.0" in text
+        assert f'glm_mtp_accepted_tokens_total{{position="0"}} {float(statistics.accepted[0])}' in text
+        assert 'glm_mtp_finished_sequences_total{reason="length"} 1.0' in text
+        assert "glm_mtp_pages 64.0" in text and "glm_mtp_pages_held 0.0" in text
+
+
+def test_runtime_imports_without_torch_and_onnx() -> None:
+    code = (
+        "import sys, pkgutil, importlib, glm_mtp_export.runtime as r\n"
+        "for m in pkgutil.walk_packages(r.__path__, r.__name__ + '.'):\n"
+        "    m.name.endswith('.tensorrt') or importlib.import_module(m.name)\n"
+        "bad = {'torch', 'onnx', 'onnxscript', 'transformers', 'xgrammar', 'prometheus_client'} & set(sys.modules)\n"
+        "towers = [n for n in sys.modules if n.startswith(tuple('glm_mtp_export.' + t for t in "
+        "('ops', 'graph', 'export', 'engine.', 'chat', 'serving')))]\n"
+        "sys.exit(f'{bad} {towers}' if bad or towers else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

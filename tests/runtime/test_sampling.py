@@ -1,0 +1,106 @@
+"""Which parameters are refused, in which words."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from fake_model import fake_manifest
+
+from glm_mtp_export.errors import RequestError
+from glm_mtp_export.runtime.sampling import Capabilities, SamplingParams, StructuredOutput
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -0.1}, "temperature is -0.1, expected 0..inf"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"temperature": math.inf}, "temperature is inf"),
+        ({"top_p": 0.0}, "top_p is 0.0, expected above 0 and at most 1"),
+        ({"top_p": 1.01}, "top_p is 1.01"),
+        ({"top_k": -2}, "top_k is -2, expected a whole number of -1 or more"),
+        ({"top_k": 1.5}, "top_k is 1.5"),
+        ({"min_p": 2.0}, "min_p is 2.0, expected 0..1"),
+        ({"presence_penalty": 2.5}, "presence_penalty is 2.5, expected -2..2"),
+        ({"frequency_penalty": math.nan}, "frequency_penalty is nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, expected above 0"),
+        ({"logit_bias": {5: 101.0}}, "logit_bias values must lie in -100..100"),
+        ({"logit_bias": {-5: 1.0}}, "need token ids of 0 or more"),
+        ({"n": 0}, "n is 0, expected a whole number of 1 or more"),
+        ({"n": True}, "n is True"),
+        ({"max_tokens": -1}, "max_tokens is -1"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens 5 is above max_tokens 4"),
+        ({"stop": ("a", "")}, "stop has an empty string"),
+        ({"stop_token_ids": (-3,)}, "need token ids of 0 or more"),
+        ({"seed": 2**63}, "expected a 64-bit signed integer"),
+        ({"logprobs": -1}, "logprobs is -1"),
+        ({"thinking_budget": -1}, "thinking_budget is -1"),
+        ({"structured_output": StructuredOutput(regex="a"), "ignore_eos": True}, "cannot go with ignore_eos"),
+    ],
+)
+def test_values_out_of_range(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**fields)
+    assert message in str(caught.value) and str(caught.value).startswith("Sampling parameters: ")
+
+
+def test_all_problems_come_together() -> None:
+    with pytest.raises(RequestError, match=r"temperature is -1.*; top_p is 2.*; n is 0"):
+        SamplingParams(temperature=-1.0, top_p=2.0, n=0)
+
+
+def test_parameters_are_frozen_hashable_and_normalised() -> None:
+    params = SamplingParams(stop="END", stop_token_ids=[4], logit_bias={3: -100, 9: 1.5})  # type: ignore[arg-type]
+    assert params.stop == ("END",) and params.stop_token_ids == (4,) and params.banned_token_ids == (3,)
+    hash(params)
+    with pytest.raises(AttributeError):
+        params.temperature = 0.5  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        params.logit_bias[3] = 1.0  # type: ignore[index]
+    assert SamplingParams(temperature=9e-6).is_greedy and not SamplingParams(temperature=1e-5).is_greedy
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_stop_ids", "message"),
+    [
+        (
+            {"structured_output": StructuredOutput(regex="a")},
+            True,
+            "structured_output needs the graph input token_bitmask",
+        ),
+        ({"min_tokens": 2}, True, "min_tokens needs the graph input token_bitmask"),
+        ({"min_tokens": 2}, False, None),
+        ({"logit_bias": {5: -100.0}}, True, "logit_bias needs the graph input token_bitmask"),
+        ({"logit_bias": {5: -1.0}}, True, "logit_bias other than -100 needs the graph input logit_bias"),
+        ({"presence_penalty": 0.1}, True, "need the graph inputs presence_penalty, frequency_penalty"),
+        ({"repetition_penalty": 1.1}, True, "--enable-penalties"),
+        ({"logprobs": 0}, True, "logprobs is 0, compiled in: none"),
+        ({"stop_token_ids": (288,)}, True, "token ids [288] are outside the vocabulary of 288"),
+        ({"top_k": 5, "top_p": 0.5, "min_p": 0.1, "seed": 3, "thinking_budget": 4, "stop": ("a",)}, True, None),
+    ],
+)
+def test_what_the_graph_cannot_do_is_refused_by_name(
+    fields: dict[str, Any], has_stop_ids: bool, message: str | None
+) -> None:
+    plain = fake_manifest(structured=False, penalties=False, num_logprobs=-1)
+    full = fake_manifest()
+    Capabilities.of(full, True).check(
+        SamplingParams(**{k: v for k, v in fields.items() if k != "stop_token_ids"}), has_stop_ids
+    )
+    capabilities = Capabilities.of(plain, True)
+    if message is None:
+        capabilities.check(SamplingParams(**fields), has_stop_ids)
+    else:
+        with pytest.raises(RequestError) as caught:
+            capabilities.check(SamplingParams(**fields), has_stop_ids)
+        assert message in str(caught.value)
+
+
+def test_text_features_need_a_tokenizer() -> None:
+    capabilities = Capabilities.of(fake_manifest(), False)
+    with pytest.raises(RequestError, match=r"need tokenizer\.json"):
+        capabilities.check(SamplingParams(stop=("a",)), True)
+    with pytest.raises(RequestError, match="logprobs is 4, compiled in: 3"):
+        capabilities.check(SamplingParams(logprobs=4), True)
