@@ -10,6 +10,8 @@ goes on without it.
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -354,6 +356,12 @@ class _Scan:
 
 
 def _shown(names: Sequence[str], limit: int = 6) -> str:
+    """A few names in full; of many, those that differ in layer or expert number only become one with a `*` and a
+    count."""
+    if len(names) > limit:
+        kinds = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
+        single = {re.sub(r"\.\d+(?=\.)", ".*", name): name for name in names}
+        names = [single[kind] if count == 1 else f"{kind} ({count})" for kind, count in kinds.items()]
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 

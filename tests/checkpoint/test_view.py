@@ -284,7 +284,7 @@ def test_excluded_module_that_is_quantised_is_read_as_stored(tmp_path: Path) -> 
         (
             "bf16",
             lambda t: t.update(
-                {"lm_head.weight_packed": Tensor("I32", (1, 1), np.zeros((1, 1), np.int32)), "x": t.pop("lm_head.weight")}
+                {"lm_head.weight_packed": Tensor("I32", (1,), np.zeros(1, np.int32)), "x": t.pop("lm_head.weight")}
             ),
             "int4/int8 groups",
         ),

@@ -1,0 +1,331 @@
+"""`glm-mtp plan`: what lies in the memory of each GPU, and the largest context and batch that fit.
+
+In: a checkpoint folder (headers are enough), the number and size of GPUs, the batch and context wished for. Out: a
+`MemoryPlan` (frozen, knows its JSON). Weights come from the weight plan, cut along `shard_axis`; the latent and index
+caches are replicated on every rank; the workspace follows the kernels' own size formulas (`plugins/kernels`). Raises
+OptionError for a split that the shapes do not allow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from glm_mtp_export.artifact import DEVICE, PAGE_SIZE, WeightEntry, cache_specs
+from glm_mtp_export.checkpoint.plan import BFLOAT16, FLOAT8, stored_dtype, weight_plan
+from glm_mtp_export.checkpoint.view import CheckpointView
+from glm_mtp_export.config import ModelConfig
+from glm_mtp_export.errors import OptionError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = [
+    "FLOAT4_CACHE",
+    "MemoryPlan",
+    "RankMemory",
+    "cache_bytes_per_token",
+    "draw",
+    "plan_memory",
+    "rank_weight_bytes",
+    "render",
+    "workspace_bytes",
+]
+
+GIB = 1 << 30
+RESERVE_BYTES = (
+    2 * GIB
+)  # CUDA context, driver, communication buffers, allocator slack: measured with nothing loaded, rounded up
+FLOAT4_CACHE = "float4_e2m1fnx2"  # not built by any backend here; planned, because others run it
+_FLOAT4_PAD = 16  # bytes that fill its row from 416 to 432
+_SCORE_BYTES = 128 << 20  # of one block of rows in the index kernel
+_ATTENTION_ROWS, _PARTIAL_ROWS = 1024, 264  # rows of one block, and of its partial sums, in the attention kernel
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one GPU. `caches` is what is left for pages and spent on them."""
+
+    rank: int
+    target_weights: int
+    draft_weights: int
+    workspace: int
+    reserve: int
+    caches: int
+    free: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The answer. Tokens count positions of a request, prompt and output together."""
+
+    checkpoint: str
+    dtype: str
+    cache_dtype: str
+    num_gpus: int
+    gpu_memory_bytes: int
+    num_speculative_tokens: int
+    max_num_batched_tokens: int
+    max_batch: int
+    max_tokens: int  # wished for, or the most that fits at max_batch
+    cache_bytes_per_token: Mapping[str, int]
+    ranks: tuple[RankMemory, ...]
+    num_pages: int  # that the caches have room for, at the workspace of max_batch and max_tokens
+    num_pages_needed: int
+    fits: bool
+    largest_context: int  # of max_batch requests at once
+    context_limit: str  # what ends it
+    largest_context_alone: int  # of a single request
+    largest_batch: int  # of requests with max_tokens each
+    batch_limit: str
+    notices: tuple[str, ...] = ()
+
+    @property
+    def bytes_per_token(self) -> int:
+        """All four caches."""
+        return sum(self.cache_bytes_per_token.values())
+
+    def to_json(self) -> str:
+        """All fields and bytes_per_token; key order is fixed."""
+        found = dataclasses.asdict(self) | {"bytes_per_token": self.bytes_per_token}
+        return json.dumps(found, indent=1, sort_keys=True) + "\n"
+
+
+def cache_bytes_per_token(config: ModelConfig, cache_dtype: str, with_draft: bool = True) -> dict[str, int]:
+    """Bytes of one position in each cache: index caches only for the layers that own an indexer."""
+    if cache_dtype == FLOAT4_CACHE:
+        latent = config.kv_lora_rank // 2 + config.kv_lora_rank // 16 + 2 * config.qk_rope_head_dim + _FLOAT4_PAD
+        index = config.index_head_dim + 4  # index keys stay FP8
+        target = {"target_mla": config.num_hidden_layers * latent, "target_indexer": len(config.full_layers) * index}
+        return target | ({"draft_mla": latent, "draft_indexer": index} if with_draft else {})
+    if cache_dtype not in (BFLOAT16, FLOAT8):
+        raise OptionError(
+            f"--cache-dtype is {cache_dtype!r}, expected {BFLOAT16}, {FLOAT8} or {FLOAT4_CACHE} (plan only)."
+        )
+    return {spec.name: spec.bytes_per_token for spec in cache_specs(config, DEVICE, cache_dtype, with_draft)}
+
+
+def rank_weight_bytes(entries: Iterable[WeightEntry], num_gpus: int) -> int:
+    """Bytes of weights on one of `num_gpus` ranks; scales of a cut axis round up to whole blocks."""
+    total = 0
+    for entry in entries:
+        if entry.shard_axis is None:
+            total += entry.num_bytes
+            continue
+        extent = entry.shape[entry.shard_axis]
+        if entry.component == "values" and extent % num_gpus:
+            raise OptionError(
+                f"--gpus {num_gpus}: {entry.name} has {extent} in axis {entry.shard_axis}, which does not divide. "
+                f"Use a divisor of {extent}."
+            )
+        total += entry.num_bytes // extent * -(-extent // num_gpus)
+    return total
+
+
+def workspace_bytes(
+    config: ModelConfig, num_gpus: int, max_batch: int, max_tokens: int, num_slots: int, num_rows: int
+) -> int:
+    """Activations that live at once, and the largest kernel workspace; `num_rows` is the most rows of a call.
+
+    Kernel formulas: index scores in blocks of at most 128 MiB or 8 rows; absorbed queries and partial sums of 1024
+    rows; the experts' spread activations, top_k copies of each row in 16 bits. Logits are float32 and held twice (raw
+    and masked).
+    """
+    hidden, heads = config.hidden_size, config.num_attention_heads // num_gpus
+    keys = -(-max_tokens // PAGE_SIZE) * PAGE_SIZE
+    scores = 0 if keys <= config.index_topk else min(4 * num_rows * keys, max(_SCORE_BYTES, 32 * keys))
+    indexer = num_rows * config.index_n_heads * (2 * config.index_head_dim + 4) + scores
+    rows = min(num_rows, _ATTENTION_ROWS)
+    attention = 2 * rows * heads * (config.mla_width + config.kv_lora_rank)
+    attention += _PARTIAL_ROWS * heads * (4 * config.kv_lora_rank + 8)
+    slots = num_rows * config.num_experts_per_tok
+    experts = (
+        slots * 2 * (hidden + config.moe_intermediate_size // num_gpus) * 33 // 32
+    )  # a float32 scale per 128 values
+    live = num_rows * (
+        2 * 4 * hidden  # residual, normalised row, block output, hidden state for the draft
+        + 2 * (config.q_lora_rank + config.mla_width + heads * (config.qk_head_dim + config.v_head_dim))
+        + 4 * (config.index_topk * 2 + config.n_routed_experts)
+        + 2 * config.intermediate_size * 3 // num_gpus
+    )
+    logits = 2 * 4 * max_batch * num_slots * config.vocab_size
+    return live + logits + max(indexer, attention, experts)
+
+
+@dataclass(frozen=True)
+class _Budget:
+    """How many pages fit for a batch and a context."""
+
+    config: ModelConfig
+    num_gpus: int
+    bytes_for_caches_and_workspace: int
+    bytes_per_token: int
+    num_speculative_tokens: int
+    num_rows: int
+
+    def workspace(self, batch: int, tokens: int) -> int:
+        return workspace_bytes(
+            self.config, self.num_gpus, batch, tokens, self.num_speculative_tokens + 1, max(self.num_rows, batch)
+        )
+
+    def pages(self, batch: int, tokens: int) -> int:
+        left = self.bytes_for_caches_and_workspace - self.workspace(batch, tokens)
+        return max(0, left // (self.bytes_per_token * PAGE_SIZE))
+
+    def pages_needed(self, batch: int, tokens: int) -> int:
+        """A request also needs room for its drafts beyond the last committed position."""
+        drafts = self.num_speculative_tokens
+        return batch * -(-(tokens + drafts + max(drafts - 1, 0)) // PAGE_SIZE)
+
+    def fits(self, batch: int, tokens: int) -> bool:
+        return self.pages_needed(batch, tokens) <= self.pages(batch, tokens)
+
+    def largest_context(self, batch: int) -> tuple[int, str]:
+        """Tokens a request, and what ends it."""
+        most = self.config.max_position_embeddings
+        if self.fits(batch, most):
+            return most, f"max_position_embeddings ({most:,})"
+        return _largest(most, lambda tokens: self.fits(batch, tokens)), "GPU memory"
+
+    def largest_batch(self, tokens: int) -> tuple[int, str]:
+        if self.fits(self.num_rows, tokens):
+            return self.num_rows, f"max_num_batched_tokens ({self.num_rows:,})"
+        return _largest(self.num_rows, lambda batch: self.fits(batch, tokens)), "GPU memory"
+
+
+def _largest(most: int, fits: object) -> int:
+    """The largest n in 0..most that fits; what fits for n fits for less."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)  # type: ignore[operator]
+    return low
+
+
+def plan_memory(
+    checkpoint: CheckpointView | str | os.PathLike[str],
+    *,
+    gpus: int,
+    gpu_memory: float,
+    max_batch: int,
+    max_tokens: int | None = None,
+    cache_dtype: str = BFLOAT16,
+    dtype: str | None = None,
+    num_speculative_tokens: int = 3,
+    max_num_batched_tokens: int = 2048,
+    reserve_bytes: int = RESERVE_BYTES,
+) -> MemoryPlan:
+    """Plan a checkpoint on `gpus` cards of `gpu_memory` GiB; `dtype` None: as stored; `max_tokens` None: the most that
+    fits."""
+    for name, value in (
+        ("--gpus", gpus),
+        ("--max-batch", max_batch),
+        ("--max-tokens", max_tokens),
+        ("--gpu-memory", gpu_memory),
+    ):
+        if value is not None and not value > 0:
+            raise OptionError(f"{name} is {value}, expected more than 0.")
+    view = checkpoint if isinstance(checkpoint, CheckpointView) else CheckpointView.open(checkpoint)
+    config, with_draft = view.config, view.has_draft and num_speculative_tokens > 0
+    if max_tokens is not None and max_tokens > config.max_position_embeddings:
+        most = config.max_position_embeddings
+        raise OptionError(f"--max-tokens is {max_tokens}, expected at most max_position_embeddings = {most}.")
+    chosen = dtype or stored_dtype(view)
+    entries = weight_plan(view, DEVICE, chosen, with_draft)
+    target = rank_weight_bytes((e for e in entries if not e.name.startswith("draft.")), gpus)
+    draft = rank_weight_bytes((e for e in entries if e.name.startswith("draft.")), gpus)
+    caches = cache_bytes_per_token(config, cache_dtype, with_draft)
+    memory = int(gpu_memory * GIB)
+    left = memory - reserve_bytes - target - draft
+    num_drafts = num_speculative_tokens if with_draft else 0
+    budget = _Budget(config, gpus, left, sum(caches.values()), num_drafts, max_num_batched_tokens)
+    largest, limit = budget.largest_context(max_batch)
+    tokens = max_tokens or max(1, largest)
+    batch, batch_limit = budget.largest_batch(tokens)
+    pages, needed = budget.pages(max_batch, tokens), budget.pages_needed(max_batch, tokens)
+    workspace, used = budget.workspace(max_batch, tokens), min(pages, needed) * PAGE_SIZE * sum(caches.values())
+    free = left - workspace - used
+    ranks = tuple(RankMemory(rank, target, draft, workspace, reserve_bytes, used, free) for rank in range(gpus))
+    return MemoryPlan(
+        checkpoint=str(view.directory),
+        dtype=chosen,
+        cache_dtype=cache_dtype,
+        num_gpus=gpus,
+        gpu_memory_bytes=memory,
+        num_speculative_tokens=num_drafts,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_batch=max_batch,
+        max_tokens=tokens,
+        cache_bytes_per_token=caches,
+        ranks=ranks,
+        num_pages=pages,
+        num_pages_needed=needed,
+        fits=needed <= pages,
+        largest_context=largest,
+        context_limit=limit if left > 0 else "the weights alone do not fit",
+        largest_context_alone=budget.largest_context(1)[0],
+        largest_batch=batch,
+        batch_limit=batch_limit if left > 0 else "the weights alone do not fit",
+        notices=view.notices + (() if with_draft else ("planned without the MTP layer",)),
+    )
+
+
+_PARTS = ("target_weights", "draft_weights", "caches", "workspace", "reserve")
+
+
+def render(plan: MemoryPlan) -> RenderableType:
+    """The plan as rich tables."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    gib = plan.gpu_memory_bytes / GIB
+    table = Table(title=f"{plan.num_gpus} GPUs of {gib:.1f} GiB, --dtype {plan.dtype}", title_justify="left")
+    table.add_column("GiB on each GPU")
+    table.add_column("", justify="right")
+    for part in (*_PARTS, "free"):
+        table.add_row(part.replace("_", " "), f"{getattr(plan.ranks[0], part) / GIB:.2f}")
+    caches = Table(title=f"Cache bytes a token, {plan.cache_dtype}, the same on every GPU", title_justify="left")
+    caches.add_column("cache")
+    caches.add_column("bytes", justify="right")
+    for name, count in plan.cache_bytes_per_token.items():
+        caches.add_row(name, f"{count:,}")
+    caches.add_row("all", f"{plan.bytes_per_token:,}")
+    verdict = "fits" if plan.fits else "does NOT fit"
+    lines = [
+        f"{plan.max_batch} requests of {plan.max_tokens:,} tokens: {verdict} "
+        f"({plan.num_pages_needed:,} pages of {PAGE_SIZE} needed, {max(0, plan.num_pages):,} there)",
+        f"largest context for {plan.max_batch} requests: {plan.largest_context:,} tokens, limit: {plan.context_limit}",
+        f"largest context for one request: {plan.largest_context_alone:,} tokens",
+        f"largest batch at {plan.max_tokens:,} tokens: {plan.largest_batch:,}, limit: {plan.batch_limit}",
+    ]
+    return Group(table, caches, Text("\n".join(lines)), *(Text(f"notice: {n}", style="dim") for n in plan.notices))
+
+
+def draw(plan: MemoryPlan, path: Path) -> None:
+    """Stacked bars per rank as PNG or SVG, by the path's suffix; needs matplotlib."""
+    if path.suffix not in (".png", ".svg"):
+        raise OptionError(f"--picture is {path}, expected a name that ends in .png or .svg.")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        from glm_mtp_export.errors import MissingDependencyError
+
+        raise MissingDependencyError("--picture needs matplotlib: pip install 'glm-mtp-export[plot]'.") from None
+    figure = Figure(figsize=(2 + 0.9 * len(plan.ranks), 4.5), layout="constrained")
+    axes = figure.subplots()
+    names = [str(rank.rank) for rank in plan.ranks]
+    base = [0.0] * len(names)
+    for part in _PARTS:
+        heights = [getattr(rank, part) / GIB for rank in plan.ranks]
+        axes.bar(names, heights, bottom=base, label=part.replace("_", " "))
+        base = [a + b for a, b in zip(base, heights, strict=True)]
+    axes.axhline(plan.gpu_memory_bytes / GIB, color="black", linestyle="--", label="GPU memory")
+    axes.set(xlabel="rank", ylabel="GiB", title=f"{plan.max_batch} x {plan.max_tokens:,} tokens, {plan.dtype}")
+    figure.legend(loc="outside right upper", fontsize="small")
+    figure.savefig(path)
