@@ -15,7 +15,8 @@ namespace {
 constexpr int kMaxExperts = 1024;
 constexpr int kMaxTopK = 64;
 constexpr int kMaxGroups = 32;
-constexpr int kRowsPerBlock = 2;
+constexpr int kThreads = 256;
+constexpr int kMaxSplits = 48;
 
 struct ChoiceRule {
   int num_experts, top_k, n_group, topk_group, norm_topk_prob;
@@ -34,26 +35,30 @@ __device__ __forceinline__ uint64_t choice_key(float choice, int index) {
   return key != 0 ? key : static_cast<uint64_t>(0xffffffffu - static_cast<uint32_t>(index));
 }
 
-// One warp a row. Experts e = lane, lane + 32, ...: each lane keeps its best remaining key and rescans after a win.
-__global__ void __launch_bounds__(kRowsPerBlock * 32)
-    choose_kernel(const float* logits, const float* bias, ChoiceRule rule, int num_rows, int32_t* expert_ids,
-                  float* expert_weights) {
-  __shared__ float shared_scores[kRowsPerBlock][kMaxExperts];
-  __shared__ uint64_t shared_keys[kRowsPerBlock][kMaxExperts];
-  __shared__ float shared_chosen[kRowsPerBlock][kMaxTopK];
+// One block a row: every thread adds the partial scores of its experts, then the first warp chooses. Lane l of it sees
+// experts l, l + 32, ...: it keeps its best remaining key and rescans after a win.
+__global__ void __launch_bounds__(kThreads)
+    choose_kernel(const float* partial_logits, int num_splits, const float* bias, ChoiceRule rule, int num_rows,
+                  int32_t* expert_ids, float* expert_weights) {
+  __shared__ float scores[kMaxExperts];
+  __shared__ float choices[kMaxExperts];
+  __shared__ uint64_t keys[kMaxExperts];
+  __shared__ float chosen[kMaxTopK];
   glm::allow_next_kernel();
   glm::wait_for_previous_kernels();
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int row = blockIdx.x * kRowsPerBlock + warp;
-  if (row >= num_rows) return;
-  float* scores = shared_scores[warp];
-  uint64_t* keys = shared_keys[warp];
-  for (int e = lane; e < rule.num_experts; e += 32) {
-    const float score = 1.f / (1.f + expf(-logits[static_cast<int64_t>(row) * rule.num_experts + e]));
+  const int lane = threadIdx.x % 32;
+  const int64_t row = blockIdx.x;
+  for (int e = threadIdx.x; e < rule.num_experts; e += kThreads) {
+    float logit = 0.f;
+#pragma unroll 8
+    for (int s = 0; s < num_splits; ++s) logit += partial_logits[(s * static_cast<int64_t>(num_rows) + row) * rule.num_experts + e];
+    const float score = 1.f / (1.f + expf(-logit));
     scores[e] = score;
-    keys[e] = choice_key(score + bias[e], e);
+    choices[e] = score + bias[e];
+    keys[e] = choice_key(choices[e], e);
   }
-  __syncwarp();
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
 
   if (rule.n_group > 1 && rule.topk_group < rule.n_group) {
     const int group_size = rule.num_experts / rule.n_group;
@@ -61,7 +66,7 @@ __global__ void __launch_bounds__(kRowsPerBlock * 32)
     if (lane < rule.n_group) {
       float first = __int_as_float(0xff800000), second = first;
       for (int e = lane * group_size; e < (lane + 1) * group_size; ++e) {
-        const float choice = scores[e] + bias[e];
+        const float choice = choices[e];
         if (choice > first) {
           second = first;
           first = choice;
@@ -92,8 +97,8 @@ __global__ void __launch_bounds__(kRowsPerBlock * 32)
     const float score = scores[expert];
     total += score;
     if (lane == 0) {
-      expert_ids[static_cast<int64_t>(row) * rule.top_k + i] = expert;
-      shared_chosen[warp][i] = score;
+      expert_ids[row * rule.top_k + i] = expert;
+      chosen[i] = score;
     }
     if (mine == best) {
       keys[expert] = 0;
@@ -103,16 +108,33 @@ __global__ void __launch_bounds__(kRowsPerBlock * 32)
   }
   __syncwarp();
   for (int i = lane; i < rule.top_k; i += 32) {
-    float weight = shared_chosen[warp][i];
+    float weight = chosen[i];
     if (rule.norm_topk_prob) weight /= total + 1e-20f;
-    expert_weights[static_cast<int64_t>(row) * rule.top_k + i] = weight * rule.routed_scaling_factor;
+    expert_weights[row * rule.top_k + i] = weight * rule.routed_scaling_factor;
   }
+}
+
+constexpr int64_t kSlots = 132;  // SMs of an H200
+
+// A router's few weight tiles would leave most SMs idle: cut K finely, two steps of 64 a CTA. The same for all rows <= 64.
+int num_splits(int num_rows, int hidden, int num_experts) {
+  const int64_t tiles = glm::ceil_div(num_experts, 128) * glm::ceil_div(num_rows, 128);
+  int64_t splits = kSlots / tiles;
+  if (splits > glm::ceil_div(hidden, 128)) splits = glm::ceil_div(hidden, 128);
+  if (splits > kMaxSplits) splits = kMaxSplits;
+  return splits < 1 ? 1 : static_cast<int>(splits);
 }
 
 }  // namespace
 
 size_t glm_router_workspace_bytes(int num_rows, int, int num_experts) {
-  return num_rows > 0 ? static_cast<size_t>(num_rows) * num_experts * sizeof(float) : 0;
+  if (num_rows <= 0) return 0;
+  // num_splits(t) * t is at most this for every t <= num_rows, and grows with num_rows.
+  const int64_t most_split_rows = kSlots * 128 / glm::ceil_div(num_experts, 128);
+  int64_t split_rows = static_cast<int64_t>(num_rows) * kMaxSplits;
+  if (split_rows > most_split_rows) split_rows = most_split_rows;
+  if (split_rows < num_rows) split_rows = num_rows;
+  return static_cast<size_t>(split_rows) * num_experts * sizeof(float);
 }
 
 int glm_router(const void* x, const void* weight, const float* bias, int32_t* expert_ids, float* expert_weights,
@@ -141,7 +163,7 @@ int glm_router(const void* x, const void* weight, const float* bias, int32_t* ex
 
   glm::StreamCall call = {};
   call.format = glm::WeightFormat::kBf16;
-  call.output = glm::StreamOutput::kF32;
+  call.output = glm::StreamOutput::kPartial;
   call.weight = weight;
   call.num_groups = 1;
   call.rows = num_experts;
@@ -150,15 +172,15 @@ int glm_router(const void* x, const void* weight, const float* bias, int32_t* ex
   call.token_stride = hidden;
   call.num_tokens = num_rows;
   call.tokens_per_tile = glm::dense_tokens_per_tile(num_rows);
-  call.num_splits = glm::dense_num_splits(num_rows, num_experts, hidden, call.format);
+  call.num_splits = num_splits(num_rows, hidden, num_experts);
   call.valid_rows = num_experts;
   call.out = workspace;
   call.out_stride = num_experts;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   GLM_RETURN_IF(glm::weight_stream(call, cuda_stream));
   const ChoiceRule rule = {num_experts, top_k, n_group, topk_group, norm_topk_prob, routed_scaling_factor};
-  const dim3 grid(static_cast<unsigned>(glm::ceil_div(num_rows, kRowsPerBlock)));
-  glm::launch_overlapped(choose_kernel, grid, kRowsPerBlock * 32, 0, 1, cuda_stream,
-                         static_cast<const float*>(workspace), bias, rule, num_rows, expert_ids, expert_weights);
+  glm::launch_overlapped(choose_kernel, dim3(num_rows), kThreads, 0, 1, cuda_stream,
+                         static_cast<const float*>(workspace), call.num_splits, bias, rule, num_rows, expert_ids,
+                         expert_weights);
   return glm::launch_status(entry);
 }

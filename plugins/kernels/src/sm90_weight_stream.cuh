@@ -53,7 +53,7 @@ struct StreamParameters {
   uint64_t weight_policy;
   int output;  // StreamOutput
   int rows, k, num_steps, num_splits, row_tiles, token_tiles, num_tokens, tokens_per_band;
-  int valid_rows, out_stride, out_columns, scale_stride;
+  int valid_rows, out_stride, out_columns, scale_stride, cluster_splits;
 };
 
 template <WeightFormat kFormat, int kTokens>
@@ -67,7 +67,8 @@ struct StreamShape {
   static constexpr int kScaleStageBytes = kFp8 ? (kTokens * 4 < 128 ? 128 : kTokens * 4) : kNvfp4 ? kTileRows * 16 : 0;
   static constexpr int kStageBytes = kWeightStageBytes + kTokenStageBytes + kScaleStageBytes;
   // Two CTAs share an SM's 227 KB while a step's tokens are small; the last kilobytes hold scales, barriers, alignment.
-  static constexpr int kCtasPerSm = kTokenStageBytes <= 16384 && kTokens <= 64 ? 2 : 1;
+  // FP8 with 128 tokens needs 64 + 64 accumulators a thread, too many registers for two.
+  static constexpr int kCtasPerSm = kTokenStageBytes <= 16384 && (kTokens <= 64 || !kFp8) ? 2 : 1;
   static constexpr int kRingBudget = (kCtasPerSm == 2 ? 113 : 226) * 1024 - 7 * 1024;
   static constexpr int kFitting = kRingBudget / kStageBytes;
   static constexpr int kStages = kFitting > 8 ? 8 : kFitting;
@@ -90,7 +91,7 @@ struct StreamJob {
 
 __device__ __forceinline__ StreamJob stream_job(const StreamParameters& p, int tokens_per_tile) {
   StreamJob job;
-  job.rank = p.num_splits > 1 ? static_cast<int>(cluster_rank()) : 0;
+  job.rank = blockIdx.x % p.num_splits;  // the rank in the cluster, when the splits are one
   job.first_step = 0;
   job.end_step = p.num_steps;
   job.active = true;
@@ -230,36 +231,60 @@ __device__ __forceinline__ void consume_bf16(const StreamJob& job, uint32_t base
   warpgroup_wait<0>();
 }
 
+// Adds one step's products, scaled by token and weight scales.
+template <int kTokens>
+__device__ __forceinline__ void promote(const float (&partial)[kTokens / 2], const float* token_scales, float gate,
+                                        float up, float (&sum)[kTokens / 2]) {
+  const float2* scales = reinterpret_cast<const float2*>(token_scales) + threadIdx.x % 4;
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; ++j) {
+    const float2 token_scale = scales[4 * j];
+    sum[4 * j + 0] += partial[4 * j + 0] * (token_scale.x * gate);
+    sum[4 * j + 1] += partial[4 * j + 1] * (token_scale.y * gate);
+    sum[4 * j + 2] += partial[4 * j + 2] * (token_scale.x * up);
+    sum[4 * j + 3] += partial[4 * j + 3] * (token_scale.y * up);
+  }
+}
+
+// With many tokens the two warpgroups take turns at the tensor core, so that one scales its products while the other
+// multiplies; left alone they fall into step, and both leave the tensor core idle at the same time.
 template <int kTokens>
 __device__ __forceinline__ void consume_fp8(const StreamJob& job, uint32_t base, const uint8_t* shared,
                                             const float* gate_scale, const float* up_scale,
                                             float (&sum)[kTokens / 2]) {
   using Shape = StreamShape<WeightFormat::kFp8, kTokens>;
+  constexpr bool kTakeTurns = kTokens >= 128;
+  constexpr int kFirstTurnBarrier = 2;
   const uint32_t full = base + Shape::kBarrierOffset, empty = full + Shape::kStages * 8;
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32;
   const int num_steps = job.end_step - job.first_step;
   float partial[kTokens / 2];
 #pragma unroll
   for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0.f;
+  if (kTakeTurns && warpgroup == 1) named_barrier_arrive(kFirstTurnBarrier, kConsumerThreads);
   for (int i = 0, stage = 0, phase = 0; i < num_steps; ++i) {
     barrier_wait(full + stage * 8, phase);
     const uint64_t a = swizzled_descriptor(base + stage * kWeightStageBytes + warpgroup * 8192);
     const uint64_t b = swizzled_descriptor(base + Shape::kTokenOffset + stage * Shape::kTokenStageBytes);
+    const float gate = gate_scale[i], up = up_scale[i];
+    if (kTakeTurns) named_barrier_sync(kFirstTurnBarrier + warpgroup, kConsumerThreads);
     warpgroup_fence();
 #pragma unroll
-    for (int kk = 0; kk < 4; ++kk) StreamMma<kTokens>::wgmma_fp8(partial, a + kk * 2, b + kk * 2, kk > 0);
-    warpgroup_commit();
-    const float* scales = reinterpret_cast<const float*>(shared + Shape::kScaleOffset + stage * Shape::kScaleStageBytes);
-    const float gate = gate_scale[i], up = up_scale[i];
-    warpgroup_wait<0>();
-#pragma unroll
-    for (int j = 0; j < kTokens / 8; ++j) {
-      const float2 token_scale = *reinterpret_cast<const float2*>(scales + 8 * j + 2 * (lane % 4));
-      sum[4 * j + 0] += partial[4 * j + 0] * (token_scale.x * gate);
-      sum[4 * j + 1] += partial[4 * j + 1] * (token_scale.y * gate);
-      sum[4 * j + 2] += partial[4 * j + 2] * (token_scale.x * up);
-      sum[4 * j + 3] += partial[4 * j + 3] * (token_scale.y * up);
+    for (int kk = 0; kk < 4; ++kk) {
+      StreamMma<kTokens>::wgmma_fp8(partial, a + kk * 2, b + kk * 2, kk > 0);
+      if (kTakeTurns && kk == 2) warpgroup_commit();
     }
+    warpgroup_commit();
+    if (kTakeTurns) {
+      warpgroup_wait<1>();  // one product is left: the other warpgroup's first queues up behind it
+      if (warpgroup == 0 || i + 1 < num_steps) {
+        named_barrier_arrive(kFirstTurnBarrier + 1 - warpgroup, kConsumerThreads);
+      }
+    }
+    warpgroup_wait<0>();
+    promote<kTokens>(partial,
+                     reinterpret_cast<const float*>(shared + Shape::kScaleOffset + stage * Shape::kScaleStageBytes),
+                     gate, up, sum);
     __syncwarp();
     if (lane == 0) barrier_arrive(empty + stage * 8);
     if (++stage == Shape::kStages) stage = 0, phase ^= 1;
@@ -355,23 +380,26 @@ __device__ __forceinline__ void write_glu_tile(const float (&sum)[kTokens / 2], 
 // bf16 / f32 rows, adding the cluster's partial tiles in rank order.
 template <int kTokens>
 __device__ __forceinline__ void store_plain(const StreamParameters& p, const StreamJob& job, const float* tile) {
-  const bool to_f32 = p.output == static_cast<int>(StreamOutput::kF32);
+  const bool to_f32 = p.output != static_cast<int>(StreamOutput::kBf16);
+  const bool partial = p.output == static_cast<int>(StreamOutput::kPartial);
+  const int first = partial ? 0 : job.rank * kConsumerThreads;
   const uint32_t address = shared_address(tile);
-  for (int e = job.rank * kConsumerThreads + threadIdx.x; e < kTokens * 32; e += kConsumerThreads * p.num_splits) {
+  for (int e = first + threadIdx.x; e < kTokens * 32; e += kConsumerThreads * p.cluster_splits) {
     const int token = e / 32, row = job.row_tile * kTileRows + (e % 32) * 4;
     if (token >= job.num_tokens || row >= p.rows) continue;
     float4 value;
-    if (p.num_splits == 1) {
+    if (p.cluster_splits == 1) {
       value = *reinterpret_cast<const float4*>(tile + token * kPlainPitch + (e % 32) * 4);
     } else {
       const uint32_t offset = (token * kPlainPitch + (e % 32) * 4) * 4;
       value = load_cluster_float4(cluster_address(address + offset, 0));
-      for (int r = 1; r < p.num_splits; ++r) {
+      for (int r = 1; r < p.cluster_splits; ++r) {
         const float4 other = load_cluster_float4(cluster_address(address + offset, r));
         value.x += other.x, value.y += other.y, value.z += other.z, value.w += other.w;
       }
     }
-    const int64_t target = static_cast<int64_t>(job.first_token + token) * p.out_stride + row;
+    const int64_t out_row = job.first_token + token + (partial ? static_cast<int64_t>(job.rank) * p.num_tokens : 0);
+    const int64_t target = out_row * p.out_stride + row;
     if (to_f32) {
       const float masked = -__int_as_float(0x7f800000);
       if (row + 3 >= p.valid_rows) {
@@ -501,7 +529,7 @@ __global__ void __launch_bounds__(kStreamThreads, StreamShape<kFormat, kTokens>:
     if (kFormat == WeightFormat::kFp8 && glu) {
       cluster_sync();
       cluster_sync();
-    } else if (p.num_splits > 1) {
+    } else if (p.cluster_splits > 1) {
       cluster_sync();
       cluster_sync();
     }
@@ -549,7 +577,7 @@ __global__ void __launch_bounds__(kStreamThreads, StreamShape<kFormat, kTokens>:
     return;
   }
   write_plain_tile<kTokens>(sum, gate_scale, tile);
-  if (p.num_splits > 1) {
+  if (p.cluster_splits > 1) {
     cluster_sync();
     store_plain<kTokens>(p, job, tile);
     cluster_sync();  // no CTA leaves while a peer may still read its tile
@@ -581,6 +609,7 @@ int launch_weight_stream(const StreamCall& call, cudaStream_t stream) {
   p.k = call.k;
   p.num_steps = static_cast<int>(ceil_div(call.k, Shape::kStepK));
   p.num_splits = call.num_splits;
+  p.cluster_splits = call.output == StreamOutput::kPartial ? 1 : call.num_splits;
   p.valid_rows = call.valid_rows;
   p.out_stride = call.out_stride;
   p.scale_stride = call.scale_stride;
@@ -640,7 +669,7 @@ int launch_weight_stream(const StreamCall& call, cudaStream_t stream) {
   auto* kernel = weight_stream_kernel<kFormat, kTokens>;
   cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
-  const int cluster = glu && kFormat == WeightFormat::kFp8 ? 2 : call.num_splits;
+  const int cluster = glu && kFormat == WeightFormat::kFp8 ? 2 : p.cluster_splits;
   const dim3 grid(static_cast<unsigned>(p.row_tiles * p.token_tiles * p.num_splits));
   if (status == cudaSuccess) {
     status = launch_overlapped(kernel, grid, kStreamThreads, Shape::kSharedBytes, cluster, stream, p);

@@ -15,6 +15,7 @@ enum class WeightFormat { kBf16, kFp8, kNvfp4 };
 enum class StreamOutput {
   kBf16,    // out bf16 [tokens, rows]
   kF32,     // out f32 [tokens, rows], columns >= valid_rows are -inf
+  kPartial, // out f32 [num_splits, num_tokens, rows]: the splits' sums one by one, for the reader to add
   kArgmax,  // out u64 [tokens, row tiles]: sortable (value, lowest row) of each 128-row tile
   kGlu,     // rows are gate rows then up rows: out[tokens, rows] = silu(gate) * up, in the format of the next product
 };
@@ -44,7 +45,7 @@ struct StreamCall {
   int scale_stride;           // elements, a multiple of 4
   TokenTiles tiles;
   int tokens_per_tile;        // 8, 16, 32, 64 or 128
-  int num_splits;             // of K, 1..8; 1 with kGlu and with tiles
+  int num_splits;             // of K: 1..8 (any number for kPartial); 1 with kGlu and with tiles
   int valid_rows;             // kF32, kArgmax
   void* out;
   int out_stride;             // elements

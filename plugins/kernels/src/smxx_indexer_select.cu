@@ -40,9 +40,11 @@ struct SharedState {
   uint32_t chosen_bin, chosen_above, chosen_count;
 };
 
-// Order-preserving: a > b as floats exactly if key(a) > key(b). NaN counts as -inf, -0 as +0.
+constexpr uint32_t kMinusInfinity = 0x007fffffu;  // key of -inf
+
+// Order-preserving: a > b as floats exactly if key(a) > key(b). NaN counts as +inf, -0 as +0.
 __device__ uint32_t sortable_key(float score) {
-  if (score != score) score = -CUDART_INF_F;
+  if (score != score) score = CUDART_INF_F;
   const uint32_t bits = __float_as_uint(score + 0.f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
@@ -162,8 +164,14 @@ __global__ void __launch_bounds__(kThreads) select_kernel(const __grid_constant_
   }
   // Taken: keys above `threshold`, and the first `num_equal` of those equal to it.
   const bool all_of_prefix = whole_bin && prefix != 0;
-  const uint32_t threshold = all_of_prefix ? prefix - 1 : prefix;
-  const uint32_t num_equal = all_of_prefix ? 0 : wanted;
+  // Scores of -inf are never taken.
+  uint32_t threshold = all_of_prefix ? prefix - 1 : prefix;
+  uint32_t num_equal = all_of_prefix ? 0 : wanted;
+  const bool few_finite = threshold <= kMinusInfinity;
+  if (few_finite) {
+    threshold = kMinusInfinity;
+    num_equal = 0;
+  }
 
   const int warp_segment = ((count + kWarps - 1) / kWarps + 31) / 32 * 32;
   const int warp_begin = min(warp * warp_segment, count), warp_end = min(warp_begin + warp_segment, count);
@@ -195,9 +203,20 @@ __global__ void __launch_bounds__(kThreads) select_kernel(const __grid_constant_
       state.block_equal = block_equal;
     }
     synchronise<kCluster>();
-    for (int block = 0; block < rank; ++block) {
-      above_before += read_block<kCluster>(&state.block_above, block);
-      equal_before += read_block<kCluster>(&state.block_equal, block);
+    uint32_t cluster_above = 0;
+    for (int block = 0; block < kCluster; ++block) {
+      const uint32_t other_above = read_block<kCluster>(&state.block_above, block);
+      cluster_above += other_above;
+      if (block < rank) {
+        above_before += other_above;
+        equal_before += read_block<kCluster>(&state.block_equal, block);
+      }
+    }
+    block_above = cluster_above;
+  }
+  if (few_finite) {
+    for (int i = (int)block_above + rank * kThreads + threadIdx.x; i < args.index_topk; i += kCluster * kThreads) {
+      list[i] = -1;
     }
   }
 

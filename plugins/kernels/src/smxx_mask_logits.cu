@@ -27,7 +27,8 @@ __global__ void __launch_bounds__(kThreads) mask_logits_kernel(const float* logi
   const int end = min(begin + columns_per_block, vocab_size);
   for (int column = begin + threadIdx.x; column < end; column += kThreads) {
     const bool keep = !any_allowed || ((words[column / 32] >> (column % 32)) & 1);
-    output[column] = keep ? input[column] : -CUDART_INF_F;
+    const float logit = input[column];
+    output[column] = keep || logit != logit ? logit : -CUDART_INF_F;
   }
 }
 

@@ -67,7 +67,7 @@ __global__ void shift_rows_kernel(const int32_t* row_token_ids, const int32_t* r
       if (row < last_prompt_row) {
         token = row_token_ids[index + 1];
       } else {
-        token = committed[request * num_slots + (row - last_prompt_row)];
+        token = max(committed[request * num_slots + (row - last_prompt_row)], 0);
         if (drafts == 0 && next_prompt_token[request] >= 0) token = next_prompt_token[request];
       }
     }

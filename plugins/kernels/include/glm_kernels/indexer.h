@@ -7,7 +7,8 @@
 // rope     turns the FIRST rope_dim lanes of the key and of each q head by positions[t] * rope_theta^(-2i/rope_dim);
 //          interleaved: lanes (2i, 2i+1), else lanes (i, i + rope_dim/2). Angles are exact to fp32 up to position 2^24.
 // score    = sum over heads of gate_h * num_heads^-0.5 * relu(q_h . key * head_dim^-0.5)  over positions 0 .. own,
-//          products by the tensor core, everything after it in fp32. NaN counts as -inf.
+//          products by the tensor core, everything after it in fp32. NaN counts as the best score, so that a NaN key
+//          reaches the logits and is noticed there; -inf is never selected.
 // list     the min(index_topk, own + 1) best scores, equal scores to the lower position; stored ascending, then -1.
 //          While own + 1 <= index_topk the list is 0 .. own and nothing is scored.
 //
@@ -17,7 +18,7 @@
 //                   then 64 fp32 scales. One power-of-two scale a row, the smallest s with amax <= 448 s (at least
 //                   2^-120); q is quantised in the same way, one scale a head.
 //
-// Rules: num_heads a multiple of 8, <= 64; head_dim a multiple of 16 (bf16) or 32 (fp8), <= 128; rope_dim even,
+// Rules: num_heads a multiple of 8, <= 64; head_dim a multiple of 16, <= 128; rope_dim even,
 // <= head_dim; 1 <= index_topk <= 16384; pages_per_request >= 1; 0 <= layer < num_layers.
 // A row is skipped (list all -1, nothing written) when its request is outside [0, num_requests) or its position outside
 // [0, 64 * pages_per_request). Page numbers outside [0, num_pages) are never touched; their positions count as -inf.

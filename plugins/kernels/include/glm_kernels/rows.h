@@ -37,7 +37,7 @@ int glm_step_rows(const int32_t* token_ids, const int32_t* row_offsets, const in
 //   row_offsets        [B+1]             in
 //   num_drafts         [B]               in
 //   num_accepted       [B]               in   clamped to [0, num_drafts[b]]
-//   committed          [B, num_slots]    in
+//   committed          [B, num_slots]    in   negative ids become 0
 //   next_prompt_token  [B]               in   -1 = none
 //   cache_lengths      [B]               in
 //   shifted            [T]               out

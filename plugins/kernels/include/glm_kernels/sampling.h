@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 // out = logits where bit (v % 32) of token_bitmask[b, j, v / 32] is set, else -inf; a row whose every id is disallowed
-// stays unchanged.
+// stays unchanged, and NaN stays NaN.
 //   logits         f32 [B * num_slots, vocab_size]                in
 //   token_bitmask  i32 [B, num_slots, ceil(vocab_size / 32)]      in
 //   out            f32 [B * num_slots, vocab_size]                out  may be logits itself
