@@ -58,6 +58,10 @@ class Toolchain:
         """True for TensorRT-RTX, which builds for a named target and needs no card."""
         return self.name == "tensorrt_rtx"
 
+    def errors(self, first_line: int = 0) -> str:
+        """What the toolchain and the plugins complained about from that line on, one line each."""
+        return "\n".join(f"  {line.text}" for line in self.lines[first_line:] if line.severity <= 1)
+
     def load_plugins(self, path: Path) -> tuple[Creator, ...]:
         """Load a plugin library and return every creator that the registry then holds. Raises EngineError."""
         registry = self.module.get_plugin_registry()
@@ -95,7 +99,7 @@ def load_toolchain(backend: str) -> Toolchain:
 
 
 def require_parser_library(toolchain: Toolchain) -> None:
-    """TensorRT-RTX's parser opens an unversioned name when it meets a plugin; its wheels ship only the versioned one."""
+    """TensorRT-RTX's parser opens an unversioned name when it meets a plugin; wheels ship only the versioned one."""
     if not toolchain.is_rtx:
         return
     try:

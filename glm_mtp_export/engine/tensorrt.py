@@ -49,7 +49,7 @@ __all__ = [
     "set_timing_cache",
 ]
 
-_ERROR, _WARNING = 1, 2  # the toolchain's severities
+_WARNING = 2  # the toolchain's severity
 # What TensorRT-RTX compiles for: the oldest target with the types that the graph uses. Newer cards run it.
 _RTX_TARGET, _RTX_TARGET_FP8 = ("SM80", "8.0"), ("SM89", "8.9")
 
@@ -163,9 +163,9 @@ def _built(
                 config.set_compute_capability(getattr(trt.ComputeCapability, _rtx_target(manifest)[0]), 0)
             if timing_cache is not None:
                 set_timing_cache(config, timing_cache)
-            plan = memoryview(loaders.EngineBytesFromNetwork(network, lambda builder, network: config)())
+            plan = memoryview(loaders.EngineBytesFromNetwork(network, lambda _builder, _network: config)())
     except Exception as error:  # Polygraphy and the bindings raise their own kinds
-        words = "\n".join(f"  {line.text}" for line in toolchain.lines[first_line:] if line.severity <= _ERROR)
+        words = toolchain.errors(first_line)
         card = "" if toolchain.is_rtx or cuda_device() else " TensorRT builds on the card it builds for; none is here."
         raise EngineError(f"{step}: {toolchain.name} {toolchain.version} cannot build it.{card}\n{words}") from error
     if timing_cache is not None:
