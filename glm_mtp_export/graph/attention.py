@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from glm_mtp_export import ops
@@ -94,11 +95,13 @@ def attention(
     layer: int,
     index_slot: int | None,
     selection: Tensor | None,
+    kept_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of layer `layer` of `model` ("target" or "draft") on normed hidden states [T, H].
 
     With `index_slot` the layer owns an indexer, whose keys live in that slot of the index cache, and its fresh list is used;
-    without, `selection` of an earlier layer. Returns the block's output [T, H] and the list it used.
+    without, `selection` of an earlier layer. All rows write the caches; with `kept_rows` i32 [R] only those go on. Returns the
+    block's output [T or R, H] and the list it used.
     """
     block = weights.scope("attn")
     down = block.linear("qkv_a", normed)
@@ -132,4 +135,6 @@ def attention(
         config.q_lora_rank,
     )
     caches.replace(name, updated)
+    if kept_rows is not None:
+        mixed = torch.index_select(mixed, 0, kept_rows)
     return block.linear("o", mixed), selection

@@ -27,10 +27,11 @@ def _draft_layer(
     rows: Rows,
     caches: Caches,
     selection: Tensor | None,
+    kept_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The NextN layer on tokens [T] and normed hidden states [T, H]: branch, residual and the list used.
 
-    `selection` None: the layer's own indexer runs.
+    `selection` None: the layer's own indexer runs. `kept_rows` i32 [R]: rows that go on after the caches are written.
     """
     scope = weights.scope("draft.layers.0")
     table = scope["embed"] if "embed" in scope else weights["target.embed"]
@@ -38,7 +39,7 @@ def _draft_layer(
     hidden_half = ops.rms_norm(hidden, scope["hnorm"], config.rms_norm_eps, 0)
     joined = scope.linear("eh_proj", torch.cat((token_half, hidden_half), dim=1))
     slot = 0 if selection is None else None
-    return decoder_layer(config, scope, None, joined, rows, caches, "draft", 0, slot, selection, True)
+    return decoder_layer(config, scope, None, joined, rows, caches, "draft", 0, slot, selection, True, kept_rows)
 
 
 def draft_tokens(
@@ -61,8 +62,9 @@ def draft_tokens(
     """
     scope = weights.scope("draft.layers.0")
     head = scope["lm_head"] if "lm_head" in scope else weights["target.lm_head"]
-    branch, residual, selection = _draft_layer(config, weights, shifted, hidden, rows, caches, None)
-    branch, residual = (torch.index_select(x, 0, last_rows) for x in (branch, residual))
+    # Of the verified rows only the last accepted one proposes anything; the others are there for their cache entries, so they
+    # stop before the output projection and the experts, which are most of the layer's weights.
+    branch, residual, selection = _draft_layer(config, weights, shifted, hidden, rows, caches, None, last_rows)
     shared = torch.index_select(selection, 0, last_rows) if config.index_share_for_mtp_iteration else None
     proposals: list[Tensor] = []
     while True:

@@ -31,16 +31,20 @@ def decoder_layer(
     index_slot: int | None,
     selection: Tensor | None,
     sparse: bool,
+    kept_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One layer on a residual stream kept as (branch not yet added, residual); `branch` None: nothing to add.
 
-    Returns the new branch and residual, and the selection list used.
+    With `kept_rows` i32 [R] all rows write the caches and only those leave the layer. Returns the new branch and residual, and the
+    selection list used (of all rows).
     """
     if branch is None:
         normed = ops.rms_norm(residual, weights["input_norm"], config.rms_norm_eps, 0)
     else:
         normed, residual = ops.add_rms_norm(branch, residual, weights["input_norm"], config.rms_norm_eps)
-    mixed, selection = attention(config, weights, normed, rows, caches, model, layer, index_slot, selection)
+    mixed, selection = attention(config, weights, normed, rows, caches, model, layer, index_slot, selection, kept_rows)
+    if kept_rows is not None:
+        residual = torch.index_select(residual, 0, kept_rows)
     normed, residual = ops.add_rms_norm(mixed, residual, weights["post_attention_norm"], config.rms_norm_eps)
     return feed_forward(config, weights, normed, sparse), residual, selection
 
