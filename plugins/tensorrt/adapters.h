@@ -40,6 +40,7 @@ size_t workspaceHeadArgmax(Call const& call);
 int enqueueHeadArgmax(Call const& call);
 
 int enqueueMaskLogits(Call const& call);
+int enqueuePenalties(Call const& call);
 size_t workspaceAccept(Call const& call);
 int enqueueAccept(Call const& call);
 int enqueueTokenLogprobs(Call const& call);

@@ -23,6 +23,7 @@ std::vector<Binding> const& bindings()
         {"GlmHeadLogits", workspaceHeadLogits, enqueueHeadLogits},
         {"GlmHeadArgmax", workspaceHeadArgmax, enqueueHeadArgmax},
         {"GlmMaskLogits", nullptr, enqueueMaskLogits},
+        {"GlmPenalties", nullptr, enqueuePenalties},
         {"GlmAccept", workspaceAccept, enqueueAccept},
         {"GlmTokenLogprobs", nullptr, enqueueTokenLogprobs},
     };

@@ -1,5 +1,6 @@
 #include "adapters.h"
 
+#include <glm_kernels/penalties.h>
 #include <glm_kernels/sampling.h>
 
 #include <algorithm>
@@ -12,6 +13,17 @@ int enqueueMaskLogits(Call const& call)
     using In = slots::GlmMaskLogits::In;
     return glm_mask_logits(call.input<float>(In::logits), call.input<int32_t>(In::token_bitmask), call.output<float>(0),
         call.in(In::token_bitmask, 0), call.in(In::token_bitmask, 1), call.in(In::logits, 1), call.stream);
+}
+
+int enqueuePenalties(Call const& call)
+{
+    using In = slots::GlmPenalties::In;
+    return glm_penalties(call.input<float>(In::logits), call.input<int32_t>(In::draft_tokens),
+        call.input<float>(In::presence_penalty), call.input<float>(In::frequency_penalty),
+        call.input<float>(In::repetition_penalty), call.input<int32_t>(In::output_counts),
+        call.input<int32_t>(In::prompt_mask), call.input<float>(In::logit_bias),
+        call.output<float>(slots::GlmPenalties::Out::adjusted), call.in(In::output_counts, 0), call.integer("num_slots"),
+        call.in(In::output_counts, 1), call.in(In::draft_tokens, 1), call.stream);
 }
 
 size_t workspaceAccept(Call const& call)

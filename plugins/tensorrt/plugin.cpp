@@ -27,7 +27,8 @@ bool accepts(Type type, DataType found)
     case Type::kInt8: return found == DataType::kINT8;
     case Type::kInt32: return found == DataType::kINT32;
     case Type::kInt64: return found == DataType::kINT64;
-    case Type::kUint8: return found == DataType::kUINT8;
+    // The builder refuses UINT8 at plugins, so it is given bytes as INT8; nothing reads their sign.
+    case Type::kUint8: return found == DataType::kUINT8 || found == DataType::kINT8;
     }
     return false;
 }
