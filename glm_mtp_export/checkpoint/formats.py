@@ -84,10 +84,10 @@ class StoredWeight:
         if self.format == PLAIN:
             return _plain_floats(self._raw(start, stop), self.values.dtype)
         if self.format == NVFP4:
-            codes, scales, overall = self.nvfp4_parts(start, stop)
-            values = e2m1_to_f32(unpack_nibbles(codes)).reshape(stop - start, -1, NVFP4_GROUP)
+            values = e2m1_to_f32(unpack_nibbles(self.codes(start, stop))).reshape(stop - start, -1, NVFP4_GROUP)
+            scales = e4m3_to_f32(self.group_scales(start, stop))[:, :, None]
             # e2m1 * e4m3 is exact in float32, so only the last product rounds.
-            return (values * e4m3_to_f32(scales)[:, :, None] * overall).reshape(stop - start, -1)
+            return (values * scales * self.global_scale()).reshape(stop - start, -1)
         codes = self._raw(start, stop)
         return e4m3_to_f32(codes) * self._multipliers(start, stop)
 
@@ -105,24 +105,31 @@ class StoredWeight:
             return True
         return self.format == FP8_BLOCK_FORMAT and self.block == (FP8_BLOCK,) * 2 and self.matrix_row % FP8_BLOCK == 0
 
-    def fp8_parts(self, start: int, stop: int) -> tuple[U8, F32]:
-        """Codes of rows and their scales [ceil(rows/128), ceil(columns/128)]; `start` is a multiple of 128."""
-        codes = self._raw(start, stop)
+    def codes(self, start: int, stop: int) -> U8:
+        """e4m3 codes [rows, columns], or packed e2m1 [rows, columns/2], as stored."""
+        return self._raw(start, stop)
+
+    def kernel_scales(self, start: int, stop: int) -> F32:
+        """FP8 multipliers [ceil(rows/128), ceil(columns/128)]; needs has_kernel_blocks and a `start` that is whole
+        blocks."""
         rows, cols = -(-(stop - start) // FP8_BLOCK), -(-self.num_columns // FP8_BLOCK)
         assert self.scale is not None
         if self.format == FP8_TENSOR:
-            return codes, np.full((rows, cols), self._scalar(self.scale), np.float32)
+            return np.full((rows, cols), self._scalar(self.scale), np.float32)
         first = self.scale_row + (self.matrix_row + start) // FP8_BLOCK
-        return codes, self._scale_floats(first, first + rows)
+        return self._scale_floats(first, first + rows)
 
-    def nvfp4_parts(self, start: int, stop: int) -> tuple[U8, U8, np.float32]:
-        """Packed codes [rows, columns/2], group scales [rows, columns/16] as e4m3 bits, and the scale that
-        multiplies."""
-        assert self.scale is not None and self.overall is not None
-        codes = self._raw(start, stop)
+    def group_scales(self, start: int, stop: int) -> U8:
+        """NVFP4: e4m3 bits [rows, columns/16]."""
+        assert self.scale is not None
         scales: U8 = self.store.rows(self.scale, self.first_row + start, self.first_row + stop)
+        return scales
+
+    def global_scale(self) -> np.float32:
+        """NVFP4: the float32 that multiplies, whichever way it is stored."""
+        assert self.overall is not None
         overall = self._scalar(self.overall)
-        return codes, scales, np.float32(1) / overall if self.reciprocal else overall
+        return np.float32(1) / overall if self.reciprocal else overall
 
     def same_bytes(self, other: StoredWeight) -> bool:
         """Whether two plain weights of one dtype and shape hold the same bits."""

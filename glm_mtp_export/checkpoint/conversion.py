@@ -1,0 +1,126 @@
+"""How much a `--dtype` conversion costs: the error of each module group against the stored (dequantised) weights.
+
+In: a view and the weight plan. Out: one `ConversionError` per group whose values change, for the manifest and the
+report. At full size a number of evenly spaced parts of each weight is measured, and the record says how many values
+that were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from glm_mtp_export.artifact import WeightEntry
+from glm_mtp_export.checkpoint.formats import FP8_BLOCK_FORMAT, NVFP4
+from glm_mtp_export.checkpoint.numeric import (
+    F32,
+    FP8_BLOCK,
+    NVFP4_GROUP,
+    bf16_to_f32,
+    e2m1_to_f32,
+    e4m3_to_f32,
+    f32_to_bf16,
+    unpack_nibbles,
+)
+from glm_mtp_export.checkpoint.view import CheckpointView
+from glm_mtp_export.checkpoint.weights import Part, Progress, entry_parts
+
+__all__ = ["ConversionError", "conversion_errors"]
+
+
+@dataclass(frozen=True)
+class ConversionError:
+    """Error of one group. `relative_rms` is the norm of the difference over the norm of the stored values."""
+
+    model: str  # target or draft
+    group: str  # as in the inspect report
+    stored: str  # stored formats
+    converted: str  # format in the graph
+    relative_rms: float
+    largest_relative: float  # largest difference over the largest magnitude of its matrix
+    num_measured: int
+    num_values: int
+
+
+@dataclass
+class _Sums:
+    stored: set[str]
+    converted: set[str]
+    difference: float = 0.0
+    magnitude: float = 0.0
+    largest: float = 0.0
+    num_measured: int = 0
+    num_values: int = 0
+
+
+def conversion_errors(
+    view: CheckpointView, entries: Iterable[WeightEntry], max_parts: int = 16, progress: Progress | None = None
+) -> tuple[ConversionError, ...]:
+    """Measure up to `max_parts` parts (matrices, or heads of kv_b) of each weight; groups without any change are left
+    out.
+
+    A headers-only checkpoint has nothing to measure and gives an empty tuple.
+    """
+    sums: dict[tuple[str, str], _Sums] = {}
+    for entry in entries if not view.store.headers_only else ():
+        if entry.component != "values":
+            continue
+        parts = list(entry_parts(view, entry))
+        chosen = {round(i) for i in np.linspace(0, len(parts) - 1, min(max_parts, len(parts)))}
+        key = entry.name.partition(".")[0], _group(view, entry)
+        total = sums.setdefault(key, _Sums(set(), set()))
+        total.stored |= {part.weight.precision for part in parts}
+        total.converted.add(entry.dtype if entry.format not in (FP8_BLOCK_FORMAT, NVFP4) else entry.format)
+        total.num_values += sum(part.num_values for part in parts)
+        for index in sorted(chosen):
+            _measure(parts[index], entry, total)
+        if progress:
+            progress(entry.num_bytes)
+    return tuple(
+        ConversionError(
+            *key,
+            ", ".join(sorted(s.stored)),
+            ", ".join(sorted(s.converted)),
+            (s.difference / s.magnitude) ** 0.5,
+            s.largest,
+            s.num_measured,
+            s.num_values,
+        )
+        for key, s in sums.items()
+        if s.difference > 0
+    )
+
+
+def _group(view: CheckpointView, entry: WeightEntry) -> str:
+    source = entry.sources[0]
+    return "experts" if source not in view.specs else view.specs[source].group
+
+
+def _measure(part: Part, entry: WeightEntry, total: _Sums) -> None:
+    """Add one part: sums in float64, piece by piece."""
+    worst = peak = 0.0
+    for piece in part.cut(entry):
+        stored = piece.weight.floats(piece.start, piece.stop)
+        difference = _decoded(piece, entry).astype(np.float64) - stored
+        total.difference += float(np.square(difference).sum())
+        total.magnitude += float(np.square(stored.astype(np.float64)).sum())
+        worst, peak = max(worst, float(np.abs(difference).max())), max(peak, float(np.abs(stored).max()))
+        total.num_measured += piece.num_values
+    total.largest = max(total.largest, worst / peak if peak else 0.0)
+
+
+def _decoded(part: Part, entry: WeightEntry) -> F32:
+    """What the kernels will see."""
+    if entry.format == NVFP4:
+        codes, groups, overall = part.nvfp4()
+        steps = np.repeat(e4m3_to_f32(groups), NVFP4_GROUP, axis=1)
+        return e2m1_to_f32(unpack_nibbles(codes)) * steps * overall
+    if entry.format == FP8_BLOCK_FORMAT:
+        fp8_codes, scales = part.fp8()
+        rows, cols = (np.arange(n) // FP8_BLOCK for n in fp8_codes.shape)
+        return e4m3_to_f32(fp8_codes) * scales[rows[:, None], cols[None, :]]
+    if entry.dtype == "bfloat16":
+        return bf16_to_f32(f32_to_bf16(part.weight.floats(part.start, part.stop)))
+    return part.weight.floats(part.start, part.stop)
