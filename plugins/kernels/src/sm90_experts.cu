@@ -38,14 +38,16 @@ int tokens_per_tile(const ExpertShape& shape) {
 // Byte offsets of the workspace's parts; slot results reuse the spread activations, which are dead by then.
 struct ExpertWorkspace {
   size_t tables, activations, activation_scales, gated, gated_scales, bytes;
-  int max_tiles, scale_stride;
+  int max_tiles, sorted_rows, scale_stride;
 };
 
 ExpertWorkspace plan_workspace(const ExpertShape& shape) {
   ExpertWorkspace plan = {};
   const size_t slots = shape.num_slots();
+  const size_t rows = glm::max_sorted_rows(shape.num_slots(), shape.num_experts);
+  plan.sorted_rows = static_cast<int>(rows);
   plan.max_tiles = glm::max_token_tiles(shape.num_slots(), shape.num_experts, tokens_per_tile(shape));
-  plan.scale_stride = static_cast<int>(align_up(slots, 4));
+  plan.scale_stride = static_cast<int>(align_up(rows, 4));
   size_t end = 0;
   const auto place = [&end](size_t bytes) {
     const size_t offset = end;
@@ -55,9 +57,9 @@ ExpertWorkspace plan_workspace(const ExpertShape& shape) {
   // The bound for 8-row tiles holds for all tile sizes, so the size stays monotone in num_rows.
   const size_t most_tiles = glm::max_token_tiles(shape.num_slots(), shape.num_experts, 8);
   plan.tables = place((1 + 3 * most_tiles + slots) * sizeof(int));
-  plan.activations = place(slots * align_up(shape.hidden, 256) * 2);
+  plan.activations = place(rows * align_up(shape.hidden, 256) * 2);
   plan.activation_scales = place(ceil_div(shape.hidden, 128) * plan.scale_stride * sizeof(float));
-  plan.gated = place(slots * align_up(shape.intermediate, 256) * 2);
+  plan.gated = place(rows * align_up(shape.intermediate, 256) * 2);
   plan.gated_scales = place(ceil_div(shape.intermediate, 128) * plan.scale_stride * sizeof(float));
   plan.bytes = end;
   return plan;
@@ -133,7 +135,7 @@ int run_experts(const char* entry, const ExpertShape& shape, const void* x, cons
   up.k = shape.hidden;
   up.tokens = bytes + plan.activations;
   up.token_stride = nvfp4 ? static_cast<int>(align_up(shape.hidden, 256)) : shape.hidden;
-  up.num_tokens = shape.num_slots();
+  up.num_tokens = plan.sorted_rows;
   up.token_scale = activation_scales;
   up.scale_stride = plan.scale_stride;
   up.tiles = {tables.num_tiles, tables.expert, tables.first_row, tables.num_rows, max_tiles};

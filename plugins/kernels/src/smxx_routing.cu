@@ -50,7 +50,8 @@ __global__ void __launch_bounds__(kRouteThreads)
   const int count = counts[threadIdx.x];
   const int num_tiles = (count + tokens_per_tile - 1) / tokens_per_tile;
   int2 before, total;
-  block_exclusive_sums(make_int2(count, num_tiles), before, total);
+  const int room = (count + kSortedRowAlignment - 1) / kSortedRowAlignment * kSortedRowAlignment;
+  block_exclusive_sums(make_int2(room, num_tiles), before, total);
   next[threadIdx.x] = before.x;
   for (int i = 0; i < num_tiles; ++i) {
     tables.expert[before.y + i] = threadIdx.x;
@@ -90,6 +91,11 @@ __global__ void __launch_bounds__(kCombineThreads)
 }
 
 }  // namespace
+
+int max_sorted_rows(int num_slots, int num_experts) {
+  const int touched = num_slots < num_experts ? num_slots : num_experts;
+  return num_slots + touched * (kSortedRowAlignment - 1);
+}
 
 int max_token_tiles(int num_slots, int num_experts, int tokens_per_tile) {
   const int touched = num_slots < num_experts ? num_slots : num_experts;

@@ -11,6 +11,13 @@ namespace glm {
 
 constexpr int kMaxExperts = 1024;
 
+// Each expert's rows start at a multiple of this in the sorted buffer: the copy engine faults on tiles of token scales
+// (fp32, one a row) that do not start on 16 bytes.
+constexpr int kSortedRowAlignment = 4;
+
+// Upper bound of sorted rows, gaps included, for any routing of num_slots (row, slot) pairs.
+int max_sorted_rows(int num_slots, int num_experts);
+
 // Upper bound of token tiles for any routing of num_slots (row, slot) pairs.
 int max_token_tiles(int num_slots, int num_experts, int tokens_per_tile);
 
@@ -22,7 +29,7 @@ struct RoutingTables {
   int* positions;  // [num_slots] row of the sorted buffer for each (row, slot), -1 = skipped
 };
 
-// Sorts (row, slot) pairs by expert and cuts each expert's rows into token tiles. Which row of an expert comes first may
+// Sorts (row, slot) pairs by expert (gaps between experts are not written) and cuts each expert's rows into token tiles. Which row of an expert comes first may
 // differ between runs; no result depends on it (a product's columns do not mix).
 cudaError_t route_rows(const int32_t* expert_ids, int num_slots, int num_experts, int tokens_per_tile,
                        const RoutingTables& tables, cudaStream_t stream);
