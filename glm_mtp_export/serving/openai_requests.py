@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from glm_mtp_export.chat.reasoning import prompt_opens_thinking
-from glm_mtp_export.chat.template import ChatTemplate, messages_for_template
-from glm_mtp_export.errors import CheckpointError, MissingDependencyError, RequestError
+from glm_mtp_export.chat.template import messages_for_template
+from glm_mtp_export.errors import MissingDependencyError, RequestError
 from glm_mtp_export.runtime.request import Request
 from glm_mtp_export.runtime.sampling import SamplingParams, StructuredOutput
-from glm_mtp_export.runtime.tokenizer import Tokenizer
 from glm_mtp_export.serving.openai_schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -25,44 +23,14 @@ from glm_mtp_export.serving.openai_schema import (
     ResponseFormat,
     SamplingFields,
 )
+from glm_mtp_export.serving.served_model import ServedModel
 
-__all__ = ["PreparedPrompt", "PreparedRequest", "ServedModel", "prepare_chat", "prepare_completion"]
+__all__ = ["PreparedPrompt", "PreparedRequest", "prepare_chat", "prepare_completion"]
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
 _RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize"}
 )
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """What the fronts need beside the engine: the name, the tokenizer, the template and the checkpoint's defaults."""
-
-    name: str
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
-    defaults: Mapping[str, float] = field(default_factory=dict)  # of generation_config.json
-
-    @classmethod
-    def load(cls, directory: str | Path, name: str, tokenizer: Tokenizer | None = None) -> ServedModel:
-        """Read what lies beside the engine. Without a chat template only plain completions are offered."""
-        found = tokenizer or Tokenizer.load(directory)
-        path = Path(directory) / "generation_config.json"
-        try:
-            config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        except ValueError as error:
-            raise CheckpointError(f"{path}: not readable as JSON ({error}). Fetch this file again.") from error
-        try:
-            template = ChatTemplate.load(directory, found)
-        except CheckpointError as error:
-            if "not found" not in str(error):
-                raise
-            template = None
-        defaults = {k: config[k] for k in _DEFAULTS if isinstance(config.get(k), int | float)}
-        if config.get("do_sample") is False:
-            defaults["temperature"] = 0.0
-        return cls(name, found, template, defaults)
 
 
 @dataclass(frozen=True)

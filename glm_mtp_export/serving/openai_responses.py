@@ -18,7 +18,8 @@ from glm_mtp_export.runtime.detokenizer import IncrementalDetokenizer
 from glm_mtp_export.runtime.request import Completion, Delta, TokenLogprob
 from glm_mtp_export.runtime.thinking import ThinkingIds, ThinkingPhase
 from glm_mtp_export.runtime.tokenizer import Tokenizer
-from glm_mtp_export.serving.openai_requests import PreparedPrompt, PreparedRequest, ServedModel
+from glm_mtp_export.serving.openai_requests import PreparedPrompt, PreparedRequest
+from glm_mtp_export.serving.served_model import ServedModel
 
 __all__ = ["Answer", "SequenceFailedError"]
 

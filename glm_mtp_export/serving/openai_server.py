@@ -37,13 +37,13 @@ from glm_mtp_export.serving.front import Event, Front, QueueFullError, Unavailab
 from glm_mtp_export.serving.http_limits import BodyLimits, error_body
 from glm_mtp_export.serving.openai_requests import (
     PreparedRequest,
-    ServedModel,
     UnknownModelError,
     prepare_chat,
     prepare_completion,
 )
 from glm_mtp_export.serving.openai_responses import Answer, SequenceFailedError
 from glm_mtp_export.serving.openai_schema import ChatCompletionRequest, CompletionRequest, ErrorResponse
+from glm_mtp_export.serving.served_model import ServedModel
 from glm_mtp_export.serving.sse import EventStream
 
 __all__ = ["ServerLimits", "create_app", "run"]

@@ -1,0 +1,178 @@
+"""Triton's Python model: a bridge between Triton's requests and the engine process. Copied to `1/model.py`.
+
+Both models of the repository are this file; the config says which one it is. Streaming (decoupled): any number of responses
+a request. Plain: exactly one. Neither blocks Triton: requests are answered from the engine's events, so one instance serves
+all clients at once.
+
+Tensors are passed on by name: what a field means is decided in the engine process. Cancelled requests are noticed by asking
+Triton a few times a second, and end within the engine's next step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import engine_client
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+_CANCEL_INTERVAL_SECONDS = 0.02
+_NUMPY = {
+    "TYPE_STRING": np.object_,
+    "TYPE_BOOL": np.bool_,
+    "TYPE_INT32": np.int32,
+    "TYPE_INT64": np.int64,
+    "TYPE_UINT64": np.uint64,
+    "TYPE_FP32": np.float32,
+}
+# What Triton itself puts among a request's parameters; anything else is a field the caller misspelt.
+_TRITON_PARAMETERS = ("binary_data_output", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
+
+
+class TritonPythonModel:
+    """The interface Triton's Python backend asks for."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Start the engine process, or prepare to connect to it. An exception here fails the model's load."""
+        config = json.loads(args["model_config"])
+        parameters = {name: entry["string_value"] for name, entry in config["parameters"].items()}
+        self._name = args["model_name"]
+        self._is_streaming = config.get("model_transaction_policy", {}).get("decoupled", False)
+        self._output_types = {output["name"]: _NUMPY[output["data_type"]] for output in config["output"]}
+        self._sibling = parameters["sibling"]
+        self._live: dict[int, Any] = {}
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        path = engine_client.socket_path(parameters["engine_dir"], os.getppid())
+        command = None
+        if self._is_streaming:
+            command = [parameters["engine_python"] or sys.executable, "-m", "glm_mtp_export.serving.triton.worker"]
+            command += ["--engine-dir", parameters["engine_dir"], "--backend", parameters["backend"]]
+            command += ["--max-sequences", parameters["max_sequences"]]
+        self._metrics = _Metrics(self._name) if self._is_streaming else None
+        self._client = engine_client.EngineClient(path, command, self._metrics.update if self._metrics else None)
+        threading.Thread(target=self._watch_cancellations, name="cancellations", daemon=True).start()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Pass requests on; the answers come from the engine's events."""
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self._submit(request, sender)
+            except engine_client.EngineProcessError as error:
+                _refuse(sender, "unavailable", str(error))
+            except ValueError as error:
+                _refuse(sender, "invalid", str(error))
+
+    def finalize(self) -> None:
+        """End the engine process with the model."""
+        self._closing.set()
+        self._client.close()
+
+    def _submit(self, request: Any, sender: Any) -> None:
+        inputs = {tensor.name(): _values(tensor) for tensor in request.inputs()}
+        self._check_parameters(request)
+        if inputs.get("streaming", [False])[0] and not self._is_streaming:
+            raise ValueError(
+                f"streaming is true, but {self._name} gives one response. Use model {self._sibling} "
+                "(generate_stream, or a gRPC stream), or leave streaming out."
+            )
+
+        def on_event(event: dict[str, Any]) -> None:
+            if event["final"]:
+                with self._lock:
+                    self._live.pop(key, None)
+            self._respond(sender, event)
+
+        with self._lock:  # an event may come before submit has returned
+            key = self._client.submit({"inputs": inputs}, on_event)
+            self._live[key] = sender
+
+    def _check_parameters(self, request: Any) -> None:
+        parameters = json.loads(request.parameters() or "{}")
+        unknown = [n for n in parameters if n not in _TRITON_PARAMETERS and not n.startswith("triton_")]
+        if unknown:
+            raise ValueError(f"unknown field {sorted(unknown)}. The config of {self._name} lists its inputs.")
+
+    def _respond(self, sender: Any, event: dict[str, Any]) -> None:
+        if event["type"] == "error":
+            _refuse(sender, event["code"], event["message"])
+            return
+        tensors = [self._tensor(name, values) for name, values in event["outputs"].items()]
+        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if event["final"] else 0
+        _send(sender, pb_utils.InferenceResponse(output_tensors=tensors), flags)
+
+    def _tensor(self, name: str, values: list[Any]) -> Any:
+        kind = self._output_types[name]
+        if kind is np.object_:
+            return pb_utils.Tensor(name, np.array([value.encode("utf-8", "replace") for value in values], dtype=kind))
+        return pb_utils.Tensor(name, np.array(values, dtype=kind))
+
+    def _watch_cancellations(self) -> None:
+        while not self._closing.is_set():
+            with self._lock:
+                live = list(self._live.items())
+            for key, sender in live:
+                if sender.is_cancelled():
+                    self._client.abort(key)
+            # Asking costs Triton a message a request: ask less often the more there are.
+            time.sleep(max(_CANCEL_INTERVAL_SECONDS, 0.001 * len(live)))
+
+
+class _Metrics:
+    """The engine's numbers on Triton's own /metrics, and whether its process is alive."""
+
+    def __init__(self, model_name: str) -> None:
+        self._labels = {"model": model_name}
+        self._metrics: dict[str, Any] = {}
+        self._families: list[Any] = []  # Triton drops a family that nobody holds
+        self._last: dict[str, float] = {}
+
+    def update(self, message: dict[str, Any]) -> None:
+        """Take the newest numbers."""
+        for name, value in message["gauges"].items():
+            self._metric(name, pb_utils.MetricFamily.GAUGE).set(value)
+        for name, value in message["counters"].items():
+            self._metric(name, pb_utils.MetricFamily.COUNTER).increment(value - self._last.get(name, 0.0))
+            self._last[name] = value
+
+    def _metric(self, name: str, kind: Any) -> Any:
+        if name not in self._metrics:
+            family = pb_utils.MetricFamily(name=f"glm_mtp_{name}", description=name.replace("_", " "), kind=kind)
+            self._families.append(family)
+            self._metrics[name] = family.Metric(labels=self._labels)
+        return self._metrics[name]
+
+
+def _values(tensor: Any) -> list[Any]:
+    """A tensor as JSON values. Text must be UTF-8."""
+    array = tensor.as_numpy()
+    if array.dtype != np.object_:
+        return list(array.reshape(-1).tolist())
+    try:
+        return [item.decode("utf-8") if isinstance(item, bytes) else str(item) for item in array.reshape(-1)]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{tensor.name()} is not valid UTF-8 (byte {error.start}). Encode it as UTF-8.") from error
+
+
+def _refuse(sender: Any, code: str, message: str) -> None:
+    kinds = {
+        "invalid": pb_utils.TritonError.INVALID_ARG,
+        "unavailable": pb_utils.TritonError.UNAVAILABLE,
+        "cancelled": pb_utils.TritonError.CANCELLED,
+    }
+    error = pb_utils.TritonError(message, kinds.get(code, pb_utils.TritonError.INTERNAL))
+    response = pb_utils.InferenceResponse(output_tensors=[], error=error)
+    _send(sender, response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+
+def _send(sender: Any, response: Any, flags: int) -> None:
+    try:
+        sender.send(response, flags=flags)
+    except Exception as error:  # Triton has dropped the request; the engine's side ends by the cancellation
+        pb_utils.Logger.log_warn(f"a response could not be sent: {error}")
