@@ -1,7 +1,7 @@
 """The custom ops of the step graph: one record each, in OP_TABLE, and the torch operators they define."""
 
 from glm_mtp_export.ops.experts import experts, experts_fp8, experts_nvfp4
-from glm_mtp_export.ops.head import head_argmax, head_logits
+from glm_mtp_export.ops.head import GlmMaskedLogits, head_argmax, head_logits
 from glm_mtp_export.ops.indexer import GlmCacheIndex, GlmCacheWrite, GlmIndexerHead, GlmRealRows, indexer
 from glm_mtp_export.ops.linear import linear, linear_fp8, silu_mul
 from glm_mtp_export.ops.mla_attention import mla_attention
@@ -11,7 +11,6 @@ from glm_mtp_export.ops.record import DOMAIN, OP_TABLE, OP_VERSION, PLUGIN_ATTRI
 from glm_mtp_export.ops.rope import GlmRotate
 from glm_mtp_export.ops.router import router
 from glm_mtp_export.ops.rows import shift_rows, step_rows
-from glm_mtp_export.ops.head import GlmMaskedLogits
 from glm_mtp_export.ops.sampling import GlmDraw, GlmMix32, GlmNear, accept, mask_logits, token_logprobs
 
 __all__ = [

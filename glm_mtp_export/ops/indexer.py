@@ -137,16 +137,27 @@ def GlmRealRows(positions: INT32, row_requests: INT32, block_table: INT32):
 
 @script(Opset("glm", 1))
 def GlmCacheWrite(cache: FLOAT, rows: FLOAT, positions: INT32, row_requests: INT32, block_table: INT32, layer: int):
-    """Write real rows [T, D] at their positions. The others repeat the first real row's write; without any, a row is rewritten."""
+    """Write real rows [T, D] at their positions. The others repeat the first real row's write; without any, a row is rewritten.
+
+    ONNX Runtime updates ScatterElements in place and copies the whole pool for ScatterND, at every layer of it.
+    """
     one = op.Constant(value_ints=[1])
+    shape = op.Shape(cache)
     real = GlmRealRows(positions, row_requests, block_table)
     count = op.Squeeze(op.Shape(row_requests), op.Constant(value_ints=[0]))
     each = op.Range(op.Constant(value_int=0), count, op.Constant(value_int=1))
     source = op.Where(real, each, op.ArgMax(op.Cast(real, to=6), axis=0, keepdims=0))
     place = op.Unsqueeze(op.Gather(positions, source), one)
     index = op.Squeeze(GlmCacheIndex(place, op.Gather(row_requests, source), block_table, layer=layer), one)
-    changes = op.Unsqueeze(op.Gather(real, source), one)
-    return op.ScatterND(cache, index, op.Where(changes, op.Gather(rows, source), op.GatherND(cache, index)))
+    page_size = op.Constant(value_ints=[64])
+    strides = op.Concat(op.Slice(shape, one, op.Constant(value_ints=[2])) * page_size, page_size, one, axis=0)
+    slots = op.ReduceSum(index * strides, one, keepdims=1)
+    width = op.Slice(shape, op.Constant(value_ints=[3]), op.Constant(value_ints=[4]))
+    by_slot = op.Concat(op.Constant(value_ints=[-1]), width, axis=0)
+    pool = op.Reshape(cache, by_slot)
+    kept = op.Gather(pool, op.Squeeze(slots, one))
+    values = op.Where(op.Unsqueeze(op.Gather(real, source), one), op.Gather(rows, source), kept)
+    return op.Reshape(op.ScatterElements(pool, op.Expand(slots, op.Shape(rows)), values, axis=0), shape)
 
 
 @script(Opset("glm", 1))
@@ -173,7 +184,6 @@ def _indexer_body(
     end = op.Constant(value_ints=[9223372036854775807])
     width = op.Reshape(op.Constant(value_int=head_dim), one)
     heads = op.Reshape(op.Constant(value_int=num_heads), one)
-    row = op.Constant(value_ints=[0, -1])
     raw = op.Slice(key_gate, zero, width, one)
     gate = op.Slice(key_gate, width, end, one)
     centred = raw - op.ReduceMean(raw, op.Constant(value_ints=[-1]), keepdims=1)

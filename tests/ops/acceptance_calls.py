@@ -45,6 +45,12 @@ def both(arrays: list[np.ndarray], relaxed: Relaxed, num_slots: int) -> list[lis
     return [call("GlmAccept", arrays, **attributes) for call in (run, reference)]
 
 
+def _rounded(sampling: Sampling) -> Sampling:
+    """The parameters as the float32 inputs hold them."""
+    floats = {name: float(np.float32(getattr(sampling, name))) for name in ("temperature", "top_p", "min_p")}
+    return dataclasses.replace(sampling, **floats)
+
+
 def check(
     logits: np.ndarray,
     drafts: Sequence[Sequence[int]],
@@ -53,12 +59,16 @@ def check(
     num_slots: int = 4,
 ) -> int:
     """Compare with the oracle wherever its decisions are clear; return how many requests were compared."""
-    exact = [dataclasses.replace(s, **{n: float(np.float32(getattr(s, n))) for n in ("temperature", "top_p", "min_p")}) for s in samplings]
+    exact = [_rounded(s) for s in samplings]
     rows = logits.astype(np.float32).astype(np.float64).reshape(len(drafts), num_slots, -1)
     wanted = [accept_oracle(r.tolist(), d, s, relaxed, num_slots) for r, d, s in zip(rows, drafts, exact, strict=True)]
     clear = [b for b, result in enumerate(wanted) if result[3] > CLEAR]
-    for num_accepted, next_tokens, committed in both(inputs(logits, drafts, samplings, relaxed, num_slots), relaxed, num_slots):
+    for num_accepted, next_tokens, committed in both(
+        inputs(logits, drafts, samplings, relaxed, num_slots), relaxed, num_slots
+    ):
         for b in clear:
             found = (int(num_accepted[b]), int(next_tokens[b]), committed[b].tolist())
-            assert found == wanted[b][:3], f"request {b}: {found}, expected {wanted[b]}; {samplings[b]}, drafts {drafts[b]}"
+            assert found == wanted[b][:3], (
+                f"request {b}: {found}, expected {wanted[b]}; {samplings[b]}, drafts {drafts[b]}"
+            )
     return len(clear)

@@ -48,7 +48,9 @@ def _shift_rows(rng: np.random.Generator) -> Case:
 
 def _indexer(rng: np.random.Generator) -> Case:
     arrays = (_floats(rng, 10, 64), _floats(rng, 10, 20), _floats(rng, 16), _floats(rng, 16))
-    attributes = dict(layer=1, num_heads=4, head_dim=16, rope_dim=8, rope_theta=8e6, interleaved=1, index_topk=8, eps=1e-6)
+    attributes = dict(
+        layer=1, num_heads=4, head_dim=16, rope_dim=8, rope_theta=8e6, interleaved=1, index_topk=8, eps=1e-6
+    )
     return Case("GlmIndexer", (*arrays, _POSITIONS, _ROWS, _PAGES, _floats(rng, 2, 7, 64, 16)), attributes)
 
 
@@ -57,8 +59,16 @@ def _mla_attention(rng: np.random.Generator) -> Case:
     for row, position in enumerate(_POSITIONS):
         count = min(8, int(position) + 1)
         selection[row, :count] = np.sort(rng.choice(int(position) + 1, count, replace=False))
-    tensors = (_floats(rng, 10, 96), _floats(rng, 10, 45), _floats(rng, 32), _floats(rng, 4, 16, 32), _floats(rng, 4, 12, 32))
-    attributes = dict(layer=1, num_heads=4, nope_dim=16, rope_dim=8, v_dim=12, kv_lora=32, rope_theta=8e6, interleaved=1)
+    tensors = (
+        _floats(rng, 10, 96),
+        _floats(rng, 10, 45),
+        _floats(rng, 32),
+        _floats(rng, 4, 16, 32),
+        _floats(rng, 4, 12, 32),
+    )
+    attributes = dict(
+        layer=1, num_heads=4, nope_dim=16, rope_dim=8, v_dim=12, kv_lora=32, rope_theta=8e6, interleaved=1
+    )
     attributes |= dict(scale=0.2, eps=1e-6, column_offset=5)
     cache = _floats(rng, 2, 7, 64, 40)
     return Case("GlmMlaAttention", (*tensors, selection, _POSITIONS, _ROWS, _PAGES, cache), attributes)
@@ -92,7 +102,19 @@ def _accept(rng: np.random.Generator) -> Case:
     top_p, min_p = np.array([1, 0.9, 0.9], np.float32), np.array([0, 0.1, 0], np.float32)
     seed, offset = np.array([5, -7, 2**40 + 3], np.int64), np.array([0, 3, 9], np.int32)
     thinking, delta = np.array([True, False, True]), np.array([0.6], np.float32)
-    arrays = (_floats(rng, 12, 50), drafts, _NUM_DRAFTS, temperature, top_k, top_p, min_p, seed, offset, thinking, delta)
+    arrays = (
+        _floats(rng, 12, 50),
+        drafts,
+        _NUM_DRAFTS,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed,
+        offset,
+        thinking,
+        delta,
+    )
     return Case("GlmAccept", arrays, dict(num_slots=4, relaxed_topk=3, thinking_end_ids=[8, 20]))
 
 

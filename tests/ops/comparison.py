@@ -42,5 +42,5 @@ def assert_same(actual: np.ndarray, expected: np.ndarray, what: str = "output") 
 
 
 def rounding(length: int, magnitude: ArrayLike = 1.0) -> np.ndarray:
-    """Tolerance of a float32 sum of `length` terms whose absolute values sum to `magnitude`: a random walk of roundings, 4 sigma."""
+    """Tolerance of a float32 sum of `length` terms whose sizes sum to `magnitude`: a random walk of roundings, 4 sigma."""
     return 4.0 * np.sqrt(length) * U32 * np.asarray(magnitude, np.float64)

@@ -63,7 +63,9 @@ def one_node_model(name: str, arrays: Sequence[np.ndarray], attributes: dict[str
         for port, array in zip(record.inputs, arrays, strict=True)
     ]
     wanted = [
-        helper.make_tensor_value_info(port.name, _element_type(port.type), [f"{port.name}_{a}" for a in range(len(port.shape))])
+        helper.make_tensor_value_info(
+            port.name, _element_type(port.type), [f"{port.name}_{a}" for a in range(len(port.shape))]
+        )
         for port in record.outputs
     ]
     node = helper.make_node(

@@ -34,13 +34,18 @@ def _rotated_first(vector: np.ndarray, position: int, config: IndexerConfig) -> 
     return np.concatenate((head, np.asarray(vector[config.rope_dim :], np.float64)))
 
 
-def index_key(raw: np.ndarray, weight: np.ndarray, bias: np.ndarray, position: int, config: IndexerConfig) -> np.ndarray:
+def index_key(
+    raw: np.ndarray, weight: np.ndarray, bias: np.ndarray, position: int, config: IndexerConfig
+) -> np.ndarray:
     """LayerNorm with weight and bias, then rotation of the first rope_dim lanes."""
     values = [float(v) for v in raw]
     mean = math.fsum(values) / len(values)
     variance = math.fsum((v - mean) ** 2 for v in values) / len(values)
     normed = np.array(
-        [(v - mean) / math.sqrt(variance + config.eps) * float(w) + float(b) for v, w, b in zip(values, weight, bias)]
+        [
+            (v - mean) / math.sqrt(variance + config.eps) * float(w) + float(b)
+            for v, w, b in zip(values, weight, bias, strict=True)
+        ]
     )
     return _rotated_first(normed, position, config)
 
@@ -74,6 +79,8 @@ def scores_of_row(
 
 def best_positions(scores: list[float], index_topk: int) -> list[int]:
     """The list: best scores, equal ones by lower position, NaN before all; ascending, then -1."""
-    order = sorted(range(len(scores)), key=lambda t: (not math.isnan(scores[t]), -scores[t] if scores[t] == scores[t] else 0, t))
+    order = sorted(
+        range(len(scores)), key=lambda t: (not math.isnan(scores[t]), -scores[t] if scores[t] == scores[t] else 0, t)
+    )
     chosen = sorted(order[:index_topk])
     return chosen + [-1] * (index_topk - len(chosen))

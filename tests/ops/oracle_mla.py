@@ -42,7 +42,9 @@ def cache_row(latent: np.ndarray, weight: np.ndarray, position: int, config: Mla
     return np.concatenate((normed, turned(key, position, config.rope_theta, bool(config.interleaved))))
 
 
-def written_rows(latent: np.ndarray, weight: np.ndarray, pool: np.ndarray, batch: Paged, config: MlaConfig) -> np.ndarray:
+def written_rows(
+    latent: np.ndarray, weight: np.ndarray, pool: np.ndarray, batch: Paged, config: MlaConfig
+) -> np.ndarray:
     """float64 copy of the pool with every row in its slot."""
     out = pool.astype(np.float64)
     for row, request, position in batch.rows:
@@ -77,7 +79,10 @@ def attend(
         values = [w_uv[h] @ row[: config.kv_lora] for row in rows]
         out[h] = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
         reach = max(
-            float(np.abs(nope) @ np.abs(w_uk[h]) @ np.abs(row[: config.kv_lora]) + np.abs(rope) @ np.abs(row[config.kv_lora :]))
+            float(
+                np.abs(nope) @ np.abs(w_uk[h]) @ np.abs(row[: config.kv_lora])
+                + np.abs(rope) @ np.abs(row[config.kv_lora :])
+            )
             for row in rows
         )
         largest = np.max([np.abs(w_uv[h]) @ np.abs(row[: config.kv_lora]) for row in rows], axis=0)

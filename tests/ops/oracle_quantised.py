@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["E2M1", "E4M3", "dequantised_blocks", "dequantised_groups", "e4m3_bytes", "power_of_two_scale", "quantised_groups"]
+__all__ = [
+    "E2M1",
+    "E4M3",
+    "dequantised_blocks",
+    "dequantised_groups",
+    "e4m3_bytes",
+    "power_of_two_scale",
+    "quantised_groups",
+]
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 

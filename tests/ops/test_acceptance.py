@@ -89,7 +89,9 @@ def test_a_request_is_the_same_in_every_batch() -> None:
     drafts = [[1, 2], [3], [], [4, 5, 6]]
     together = both(inputs(logits, drafts, samplings, Relaxed(), 4), Relaxed(), 4)
     for b in range(4):
-        alone = both(inputs(logits[4 * b : 4 * b + 4], drafts[b : b + 1], samplings[b : b + 1], Relaxed(), 4), Relaxed(), 4)
+        alone = both(
+            inputs(logits[4 * b : 4 * b + 4], drafts[b : b + 1], samplings[b : b + 1], Relaxed(), 4), Relaxed(), 4
+        )
         for whole, single in zip(together, alone, strict=True):
             assert [part[b].tolist() for part in whole] == [part[0].tolist() for part in single]
 
@@ -153,6 +155,12 @@ def test_the_probabilities_are_untempered_and_untruncated() -> None:
         assert verdicts([row, row], [1], sampling, Relaxed(10, 0.49))[0] == 0
 
 
+def not_sampling(token: int, row: list[float], slot: int) -> Sampling:
+    """THINK with the first seed whose draw in this slot is another token."""
+    candidates = (dataclasses.replace(THINK, seed=seed) for seed in range(50))
+    return next(s for s in candidates if draw(row, s, uniform(s.seed, slot))[0] != token)
+
+
 def test_the_end_marker_inside_a_block_is_strict_and_so_is_all_after_it() -> None:
     """Block [x, end, y, z]: x is judged relaxed; the end, y and z have to equal their samples."""
     rows = [flat_but(12, best) for best in (1, END, 5, 6, 7)]
@@ -162,17 +170,13 @@ def test_the_end_marker_inside_a_block_is_strict_and_so_is_all_after_it() -> Non
         drafts = [2, END, 5, 6]
         drafts[slot] = near
         rows[slot][near] = -0.1  # within delta of the best: relaxed would accept it
-        sampling = next(
-            s for s in (dataclasses.replace(THINK, seed=i) for i in range(50)) if draw(rows[slot], s, uniform(s.seed, slot))[0] != near
-        )
+        sampling = not_sampling(near, rows[slot], slot)
         count, committed = verdicts(rows, drafts, sampling, Relaxed(2, 0.6, (END, 10)))
         assert (count, committed[slot]) == (slot, (5, 6)[slot - 2])
         rows[slot][near] = -30.0
     rows[1] = flat_but(12, 3)
     rows[1][END] = -0.1
-    strict = next(
-        s for s in (dataclasses.replace(THINK, seed=i) for i in range(50)) if draw(rows[1], s, uniform(s.seed, 1))[0] != END
-    )
+    strict = not_sampling(END, rows[1], 1)
     assert verdicts(rows, [2, END, 5, 6], strict, Relaxed(2, 0.6, (END, 10)))[0] == 1
 
 
@@ -209,13 +213,17 @@ def test_nan_in_a_used_row_fails_its_request_only() -> None:
     ):
         assert (num_accepted[1], next_tokens[1], committed[1].tolist()) == (0, -1, [0] * 4)
         for b in (0, 2):
-            assert [part[b].tolist() for part in (num_accepted, next_tokens, committed)] == [p[b].tolist() for p in before]
+            assert [part[b].tolist() for part in (num_accepted, next_tokens, committed)] == [
+                p[b].tolist() for p in before
+            ]
 
 
 def test_rows_of_minus_infinity_and_drafts_outside_the_vocabulary_stay_legal() -> None:
     logits = np.full((2, 6), -INF, np.float32)
     logits[1] = 0.0
     for draft in (-1, 6, 2**31 - 1):
-        for num_accepted, next_tokens, _committed in both(inputs(logits, [[draft]], [THINK], Relaxed(3), 2), Relaxed(3), 2):
+        for num_accepted, next_tokens, _committed in both(
+            inputs(logits, [[draft]], [THINK], Relaxed(3), 2), Relaxed(3), 2
+        ):
             assert num_accepted.tolist() == [0]
             assert 0 <= int(next_tokens[0]) < 6

@@ -157,7 +157,9 @@ def test_gate_and_up_have_their_own_global_scale() -> None:
     x[0, 0] = 1.0
     for gate, up in ((0.25, 0.5), (0.5, 0.25)):
         scales = torch.tensor([[gate, up]])
-        found = OP_TABLE["GlmExpertsNvfp4"].reference(x, ids, weights, w13, w13_scale, scales, w2, w2_scale, torch.ones(1, 1))
+        found = OP_TABLE["GlmExpertsNvfp4"].reference(
+            x, ids, weights, w13, w13_scale, scales, w2, w2_scale, torch.ones(1, 1)
+        )
         assert_close(found.numpy(), np.full((1, hidden), intermediate * silu(gate) * up), 1e-6)
 
 

@@ -58,7 +58,9 @@ def check(rng: np.random.Generator, batch: Paged, config: IndexerConfig) -> None
         assert (selection[batch.row_requests < 0] == -1).all()
         for row, request, position in batch.rows:
             scores = scores_of_row(q[row], key_gate[row, config.head_dim :], pool, batch, request, position, config)
-            size = float(np.abs(q[row]).sum() * np.abs(weight).max() * 4 * np.abs(key_gate[row, config.head_dim :]).max())
+            size = float(
+                np.abs(q[row]).sum() * np.abs(weight).max() * 4 * np.abs(key_gate[row, config.head_dim :]).max()
+            )
             tolerance = 2 * float(rounding(config.head_dim + config.num_heads, size)) / np.sqrt(config.head_dim)
             check_list(selection[row], scores, config.index_topk, tolerance, f"row {row}")
             if position + 1 <= config.index_topk:
@@ -122,7 +124,8 @@ def exact_inputs(keys: np.ndarray, query: np.ndarray, gates: np.ndarray) -> tupl
 def exact_scores(keys: np.ndarray, query: np.ndarray, gates: np.ndarray) -> list[float]:
     rows = [*keys.astype(np.float64), np.zeros(keys.shape[1])]
     return [
-        sum(float(g) * 0.5 * max(float(np.dot(q, k)) * 0.25, 0.0) for q, g in zip(query, gates, strict=True)) for k in rows
+        sum(float(g) * 0.5 * max(float(np.dot(q, k)) * 0.25, 0.0) for q, g in zip(query, gates, strict=True))
+        for k in rows
     ]
 
 
@@ -208,7 +211,9 @@ def test_hostile_page_numbers_beyond_the_request_are_never_followed() -> None:
     clean = both(arrays, CONFIG)
     table = batch.block_table.copy()
     table[0, 1:], table[1, 2:] = 2**31 - 1, -(2**31)
-    for (selection, cache_out), (before, cache_before) in zip(both([*arrays[:6], table, arrays[-1]], CONFIG), clean):
+    for (selection, cache_out), (before, cache_before) in zip(
+        both([*arrays[:6], table, arrays[-1]], CONFIG), clean, strict=True
+    ):
         assert_same(selection, before)
         np.testing.assert_array_equal(cache_out, cache_before)
 
@@ -251,8 +256,12 @@ def test_rows_are_the_same_alone_and_in_a_batch() -> None:
     together = run("GlmIndexer", arrays, **CONFIG.attributes())[0]
     for request in range(3):
         rows = batch.row_requests == request
-        alone = [a[rows] for a in (*arrays[:2],)] + arrays[2:4] + [batch.positions[rows], np.zeros(rows.sum(), np.int32)]
-        selection = run("GlmIndexer", [*alone, batch.block_table[request : request + 1], arrays[-1]], **CONFIG.attributes())[0]
+        alone = (
+            [a[rows] for a in (*arrays[:2],)] + arrays[2:4] + [batch.positions[rows], np.zeros(rows.sum(), np.int32)]
+        )
+        selection = run(
+            "GlmIndexer", [*alone, batch.block_table[request : request + 1], arrays[-1]], **CONFIG.attributes()
+        )[0]
         assert_same(selection, together[rows], f"request {request}")
 
 

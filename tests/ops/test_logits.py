@@ -90,7 +90,9 @@ def test_log_probabilities(top_n: int, scale: float) -> None:
     limit = rounding(50) + 4 * U32 * (float(np.abs(logits[np.isfinite(logits)]).max()) * 2 + 8)
     for call in (run, reference):
         logprobs, top_ids, top_logprobs = call("GlmTokenLogprobs", [logits, committed], top_n=top_n)
-        assert_close(logprobs, np.take_along_axis(every, committed[..., None].astype(int), 2)[..., 0], limit, "logprobs")
+        assert_close(
+            logprobs, np.take_along_axis(every, committed[..., None].astype(int), 2)[..., 0], limit, "logprobs"
+        )
         if top_n == 0:
             assert (top_ids == -1).all() and not top_logprobs.any() and top_ids.shape == (2, 3, 1)
             continue
@@ -98,7 +100,9 @@ def test_log_probabilities(top_n: int, scale: float) -> None:
         missing = max(top_n - 50, 0)
         wanted = np.pad(order, ((0, 0), (0, 0), (0, missing)), constant_values=-1)[..., :top_n]
         assert_same(top_ids, wanted, "top_ids")
-        values = np.pad(np.take_along_axis(every, order.astype(int), 2), ((0, 0), (0, 0), (0, missing)), constant_values=-np.inf)
+        values = np.pad(
+            np.take_along_axis(every, order.astype(int), 2), ((0, 0), (0, 0), (0, missing)), constant_values=-np.inf
+        )
         assert_close(top_logprobs, values[..., :top_n], limit, "top_logprobs")
 
 

@@ -62,7 +62,9 @@ def check(arrays: list[np.ndarray], batch: Paged, config: MlaConfig) -> None:
 
 
 @pytest.mark.parametrize("interleaved", [1, 0])
-@pytest.mark.parametrize(("lengths", "width"), [([0, 3, 5], 8), ([7, 8, 9], 8), ([62, 63, 64], 16), ([127, 40, 128], 8)])
+@pytest.mark.parametrize(
+    ("lengths", "width"), [([0, 3, 5], 8), ([7, 8, 9], 8), ([62, 63, 64], 16), ([127, 40, 128], 8)]
+)
 def test_lists_shorter_than_equal_to_and_in_long_contexts(lengths: list[int], width: int, interleaved: int) -> None:
     rng = np.random.default_rng(lengths[0])
     batch, config = paged_batch(rng, lengths, [4, 1, 3]), dataclasses.replace(CONFIG, interleaved=interleaved)
@@ -89,7 +91,8 @@ def test_unused_entries_may_hold_anything_negative_and_stand_anywhere() -> None:
     hostile = np.where(arrays[5] < 0, rng.choice([-(2**31), -2, -64], arrays[5].shape), arrays[5]).astype(np.int32)
     shuffled = hostile[:, rng.permutation(16)]
     for selection in (hostile, shuffled):
-        for (out, _cache), (before, _cache_before) in zip(both([*arrays[:5], selection, *arrays[6:]], CONFIG), clean):
+        results = both([*arrays[:5], selection, *arrays[6:]], CONFIG)
+        for (out, _cache), (before, _cache_before) in zip(results, clean, strict=True):
             assert_close(out, before, 2e-6)
 
 
@@ -99,7 +102,9 @@ def test_entries_past_the_row_s_own_position_do_not_count() -> None:
     batch = paged_batch(rng, [9, 70], [2, 3])
     arrays = call_inputs(rng, batch, CONFIG, 16)
     for row, _request, position in batch.rows:
-        arrays[5][row, np.flatnonzero(arrays[5][row] < 0)[:3]] = [position + 1, 2**31 - 1, 5000][: (arrays[5][row] < 0).sum()]
+        arrays[5][row, np.flatnonzero(arrays[5][row] < 0)[:3]] = [position + 1, 2**31 - 1, 5000][
+            : (arrays[5][row] < 0).sum()
+        ]
     check(arrays, batch, CONFIG)
 
 

@@ -45,7 +45,9 @@ def packed_latent(row: np.ndarray) -> bytes:
     return values.tobytes() + struct.pack("<4f", *scales) + narrow
 
 
-@pytest.mark.parametrize(("amax", "expected"), [(0.0, 2.0**-100), (448.0, 1.0), (448.0001, 2.0), (1.75, 2.0**-8), (3e38, 2.0**120)])
+@pytest.mark.parametrize(
+    ("amax", "expected"), [(0.0, 2.0**-100), (448.0, 1.0), (448.0001, 2.0), (1.75, 2.0**-8), (3e38, 2.0**120)]
+)
 def test_the_smallest_power_of_two_that_fits(amax: float, expected: float) -> None:
     found = power_of_two(torch.tensor([amax], dtype=torch.float32), 2.0**-100)
     assert found.tolist() == [expected]
@@ -56,7 +58,8 @@ def test_latent_row_bytes() -> None:
     """Ones in the first group, zeros in the second, 448 in the third: values, four scales, then the rotated key in bf16."""
     row = np.zeros(576, np.float32)
     row[:128], row[256:384], row[512:] = 1.0, 448.0, -2.0
-    pool = latent_rows_written(torch.full((2, 4, PAGE, MLA_BYTES), 77, dtype=torch.int8), 1, torch.from_numpy(row)[None], 512, *ONE_ROW)
+    before = torch.full((2, 4, PAGE, MLA_BYTES), 77, dtype=torch.int8)
+    pool = latent_rows_written(before, 1, torch.from_numpy(row)[None], 512, *ONE_ROW)
     raw = pool[1, 1, 6].numpy().tobytes()
     assert raw[:128] == bytes([0x78]) * 128  # 256 = 1.0 / 2^-8
     assert raw[128:256] == bytes(128)
@@ -71,7 +74,8 @@ def test_latent_row_bytes() -> None:
 def test_index_page_bytes() -> None:
     """All 64 keys of a page come first, then their 64 scales."""
     key = np.full(128, -3.5, np.float32)
-    pool = index_keys_written(torch.full((2, 4, PAGE, INDEX_BYTES), 77, dtype=torch.int8), 1, torch.from_numpy(key)[None], *ONE_ROW)
+    before = torch.full((2, 4, PAGE, INDEX_BYTES), 77, dtype=torch.int8)
+    pool = index_keys_written(before, 1, torch.from_numpy(key)[None], *ONE_ROW)
     page = pool[1, 1].numpy().tobytes()
     assert page[6 * 128 : 7 * 128] == bytes([0xFE]) * 128  # -448 = -3.5 / 2^-7
     assert struct.unpack("<f", page[64 * 128 + 24 : 64 * 128 + 28]) == (2.0**-7,)
@@ -84,11 +88,12 @@ def test_random_rows_are_packed_byte_for_byte(size: float) -> None:
     rng = np.random.default_rng(1)
     rows = (rng.standard_normal((5, 576)) * size).astype(np.float32)
     positions, requests = torch.arange(5) + 61, torch.zeros(5, dtype=torch.int64)
-    pool = latent_rows_written(torch.zeros(1, 4, PAGE, MLA_BYTES, dtype=torch.int8), 0, torch.from_numpy(rows), 512, positions, requests, torch.tensor([[3, 1]]))
+    empty, table = torch.zeros(1, 4, PAGE, MLA_BYTES, dtype=torch.int8), torch.tensor([[3, 1]])
+    pool = latent_rows_written(empty, 0, torch.from_numpy(rows), 512, positions, requests, table)
     for i, row in enumerate(rows):
         page, offset = (3, 61 + i) if i < 3 else (1, i - 3)
         assert pool[0, page, offset].numpy().tobytes() == packed_latent(row), f"row {i}"
-    found = latent_rows(pool, 0, 512, positions[None], requests[:1], torch.tensor([[3, 1]]))[0]
+    found = latent_rows(pool, 0, 512, positions[None], requests[:1], table)[0]
     assert_close(found.numpy(), np.array([unpacked_latent(np.frombuffer(packed_latent(r), np.int8)) for r in rows]), 0)
     # Power-of-two scales: a value is off by at most 2^-4 of itself or half the smallest step of its group.
     groups = np.abs(rows[:, :512]).reshape(5, 4, 128)
@@ -128,7 +133,9 @@ def test_latent_attention_over_a_packed_cache() -> None:
         limit = np.maximum(np.abs(exact[slot][:512]) * 2.0**-4 * 1.001, np.broadcast_to(groups, (4, 128)).ravel())
         assert_close(wide[slot][:512], exact[slot][:512], limit, "packed latent")
         assert_close(wide[slot][512:], exact[slot][512:], np.abs(exact[slot][512:]) * 2.0**-8 + 1e-6, "packed key")
-        expected, size = attend(q[row], w_uk, w_uv, listed(selection[row], position), wide, batch, request, position, config)
+        expected, size = attend(
+            q[row], w_uk, w_uv, listed(selection[row], position), wide, batch, request, position, config
+        )
         assert_close(out[row], expected, rounding(16 + 2 * 512 + 64 + 8, size), f"row {row}")
 
 
@@ -164,6 +171,7 @@ def test_the_indexer_over_a_packed_cache() -> None:
         gate = arrays[1][row, 128:]
         scores = scores_of_row(arrays[0][row], gate, wide, batch, request, position, config)
         # The query is rounded to e4m3 too: 0.027 rms of every product, as a random walk over heads and lanes.
-        norms = np.sqrt((arrays[0][row].astype(np.float64) ** 2).reshape(8, 128).sum(1)).max() * np.nanmax(np.linalg.norm(wide[1], axis=-1))
+        heads = np.linalg.norm(arrays[0][row].astype(np.float64).reshape(8, 128), axis=1)
+        norms = heads.max() * np.nanmax(np.linalg.norm(wide[1], axis=-1))
         tolerance = 2 * 4 * 0.027 * norms / 128 * np.abs(gate).max() + U32
         check_list(selection[row].numpy(), scores, config.index_topk, tolerance, f"row {row}")

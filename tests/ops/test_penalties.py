@@ -21,7 +21,7 @@ def penalties_oracle(
     bias: np.ndarray,
     num_slots: int,
 ) -> np.ndarray:
-    """Bias, then repetition over prompt and output, then frequency and presence over the output; slot j's output ends at draft j-1."""
+    """Bias, repetition over prompt and output, frequency and presence over the output, which for slot j ends at draft j-1."""
     adjusted = logits.astype(np.float64)
     for b in range(len(outputs)):
         for slot in range(num_slots):

@@ -70,7 +70,9 @@ def test_the_registered_schema_states_ports_and_attributes(name: str) -> None:
     assert [p.name for p in schema.inputs] == [p.name for p in record.inputs]
     assert [p.name for p in schema.outputs] == [p.name for p in record.outputs]
     assert set(schema.attributes) == {a.name for a in record.attributes} | set(PLUGIN_ATTRIBUTES)
-    assert {key: schema.attributes[key].default_value.s.decode() for key in PLUGIN_ATTRIBUTES} == dict(PLUGIN_ATTRIBUTES)
+    assert {key: schema.attributes[key].default_value.s.decode() for key in PLUGIN_ATTRIBUTES} == dict(
+        PLUGIN_ATTRIBUTES
+    )
 
 
 @pytest.mark.parametrize("name", PORTABLE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from comparison import U32, assert_close
@@ -20,7 +21,9 @@ POSITIONS = (0, 1, 63, 64, 2047, 131_071, 1_000_003, 2**20 - 1)
 
 @functools.cache
 def rotation_model(interleaved: int) -> bytes:
-    node = helper.make_node("GlmRotate", ["x", "positions"], ["y"], domain="glm", rope_theta=THETA, interleaved=interleaved)
+    node = helper.make_node(
+        "GlmRotate", ["x", "positions"], ["y"], domain="glm", rope_theta=THETA, interleaved=interleaved
+    )
     given = [
         helper.make_tensor_value_info("x", TensorProto.FLOAT, ["T", "H", "d"]),
         helper.make_tensor_value_info("positions", TensorProto.INT32, ["T"]),
@@ -30,8 +33,6 @@ def rotation_model(interleaved: int) -> bytes:
 
 
 def in_onnx(x: np.ndarray, positions: np.ndarray, interleaved: int) -> np.ndarray:
-    import onnx
-
     model = onnx.load_from_string(rotation_model(interleaved))
     return session(model).run(None, {"x": x, "positions": positions})[0]
 
@@ -42,7 +43,9 @@ def test_both_bodies_turn_as_the_oracle(interleaved: int, width: int) -> None:
     rng = np.random.default_rng(width)
     x = rng.standard_normal((len(POSITIONS), 3, width)).astype(np.float32)
     positions = np.array(POSITIONS, np.int32)
-    expected = np.array([[turned(head, p, THETA, bool(interleaved)) for head in row] for row, p in zip(x, POSITIONS)])
+    expected = np.array(
+        [[turned(head, p, THETA, bool(interleaved)) for head in row] for row, p in zip(x, POSITIONS, strict=True)]
+    )
     # cos and sin carry a reduced angle's rounding (up to pi) and their own; then two products and a sum.
     pairs = np.abs(x).max(axis=(1, 2), keepdims=True)
     limit = (2 * np.pi + 4) * U32 * pairs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -19,7 +20,14 @@ def best_first(values: list[float], count: int) -> list[int]:
 
 
 def router_oracle(
-    x: np.ndarray, weight: np.ndarray, bias: np.ndarray, top_k: int, n_group: int, topk_group: int, norm: int, factor: float
+    x: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray,
+    top_k: int,
+    n_group: int,
+    topk_group: int,
+    norm: int,
+    factor: float,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """ids, weights, and the margin of each row: the smallest difference that a choice rests on."""
     ids, weights, margins = [], [], []
@@ -33,7 +41,7 @@ def router_oracle(
         allowed = [b if e // size in kept else -math.inf for e, b in enumerate(biased)]
         chosen = best_first(allowed, top_k)
         ranked = [allowed[e] for e in best_first(allowed, min(top_k + 1, len(allowed)))]
-        borders = [a - b for a, b in zip(ranked, ranked[1:])]
+        borders = [a - b for a, b in itertools.pairwise(ranked)]
         by_strength = sorted(strength, reverse=True)
         borders += [by_strength[topk_group - 1] - by_strength[topk_group]] if topk_group < n_group else []
         total = sum(scores[e] for e in chosen) + 1e-20 if norm else 1.0
@@ -111,7 +119,14 @@ def test_the_bias_is_float32_and_only_chooses() -> None:
     for tensors in (x, weight):
         assert torch.from_numpy(tensors).bfloat16().float().numpy().tolist() == tensors.tolist()
     ids, _weights = OP_TABLE["GlmRouter"].reference(
-        torch.zeros(1, 4, dtype=torch.bfloat16), torch.ones(8, 4, dtype=torch.bfloat16), torch.from_numpy(bias), 3, 1, 1, 1, 1.0
+        torch.zeros(1, 4, dtype=torch.bfloat16),
+        torch.ones(8, 4, dtype=torch.bfloat16),
+        torch.from_numpy(bias),
+        3,
+        1,
+        1,
+        1,
+        1.0,
     )
     assert ids.tolist() == [[7, 6, 5]]
 

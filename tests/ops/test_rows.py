@@ -55,9 +55,7 @@ def step_rows_oracle(batch: Batch) -> list[list[int]]:
     return [ids + [0] * padding, positions + [0] * padding, requests + [-1] * padding, logit_rows]
 
 
-def shift_rows_oracle(
-    batch: Batch, accepted: list[int], committed: np.ndarray, forced: list[int]
-) -> list[list[int]]:
+def shift_rows_oracle(batch: Batch, accepted: list[int], committed: np.ndarray, forced: list[int]) -> list[list[int]]:
     shifted, last_rows, next_positions = [], [], []
     for b, (new, drafts) in enumerate(zip(batch.new_tokens, batch.drafts, strict=True)):
         last_rows.append(len(shifted) + len(new) - 1 + accepted[b])
@@ -70,7 +68,9 @@ def shift_rows_oracle(
     return [shifted + [0] * batch.num_padding, last_rows, next_positions, list(range(len(batch.drafts)))]
 
 
-def check(name: str, arrays: list[np.ndarray], expected: list[list[int]], labels: tuple[str, ...], **attributes: int) -> None:
+def check(
+    name: str, arrays: list[np.ndarray], expected: list[list[int]], labels: tuple[str, ...], **attributes: int
+) -> None:
     for outputs in (run(name, arrays, **attributes), reference(name, arrays, **attributes)):
         for label, actual, wanted in zip(labels, outputs, expected, strict=True):
             assert actual.dtype == np.int32
@@ -107,7 +107,10 @@ def test_the_worked_example_of_one_accepted_draft() -> None:
     """c = 10, one new token t, drafts x y, samples x z w: one accepted, the draft embeds x z w, draft step 1 sits at 12."""
     t, x, y, z, w = 100, 1, 2, 3, 4
     batch = Batch(((t,),), ((x, y),), (10,), 0, 3)
-    arrays = [np.array([t, x, y], np.int32), *(np.array(v, np.int32) for v in ([0, 3], [2], [1], [[x, z, w]], [-1], [10]))]
+    arrays = [
+        np.array([t, x, y], np.int32),
+        *(np.array(v, np.int32) for v in ([0, 3], [2], [1], [[x, z, w]], [-1], [10])),
+    ]
     shifted, last_rows, next_positions, request_ids = run("GlmShiftRows", arrays)
     assert (shifted.tolist(), last_rows.tolist(), next_positions.tolist()) == ([x, z, w], [1], [12])
     assert request_ids.tolist() == [0]

@@ -177,7 +177,9 @@ def law_draws(sampling: Sampling, num_slots: int = 4, batch: int = 50_000) -> np
     rows = np.tile(np.array(LAW, np.float32), (batch * num_slots, 1))
     samplings = [dataclasses.replace(sampling, seed=b // 10, sample_offset=(b % 10) * num_slots) for b in range(batch)]
     arrays = inputs(rows, [[0] * (num_slots - 1)] * batch, samplings, Relaxed(), num_slots)
-    num_accepted, _next, committed = run("GlmAccept", arrays, num_slots=num_slots, relaxed_topk=0, thinking_end_ids=[-1])
+    num_accepted, _next, committed = run(
+        "GlmAccept", arrays, num_slots=num_slots, relaxed_topk=0, thinking_end_ids=[-1]
+    )
     return np.concatenate((num_accepted[:, None], committed), axis=1)
 
 
