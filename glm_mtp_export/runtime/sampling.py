@@ -188,7 +188,7 @@ class Capabilities:
             has_penalties=names.issuperset(PENALTY_INPUTS),
             has_logit_bias="logit_bias" in names,
             num_logprobs=manifest.speculation.num_logprobs,
-            has_thinking_ids="/think" in manifest.thinking_token_ids,
+            has_thinking_ids="think_end" in manifest.thinking_token_ids,
             has_tokenizer=has_tokenizer,
         )
 

@@ -25,7 +25,7 @@ class ThinkingIds:
     @classmethod
     def of(cls, token_ids: Mapping[str, int]) -> ThinkingIds:
         """From the manifest's `thinking_token_ids`."""
-        return cls(token_ids.get("think"), token_ids.get("/think"), token_ids.get("tool_call"))
+        return cls(token_ids.get("think"), token_ids.get("think_end"), token_ids.get("tool_call"))
 
     @property
     def markers(self) -> frozenset[int]:

@@ -138,7 +138,7 @@ def fake_manifest(
         dialect=PORTABLE, dtype="float32", cache_dtype="float32", config=config, speculation=speculation, caches=caches,
         inputs=inputs, outputs=step_outputs(speculation, caches), weights=(), ops={}, semantics={}, files={},
         tokenizer_size=256 + len(SPECIALS),
-        thinking_token_ids={"think": THINK, "/think": END_THINK, "tool_call": TOOL_CALL}, checkpoint="toy",
+        thinking_token_ids={"think": THINK, "think_end": END_THINK, "tool_call": TOOL_CALL}, checkpoint="toy",
     )  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """The portable step graph on ONNX Runtime, CPU.
 
-In: `step.onnx` with its external weights, checked against the manifest. Out: a `StepSession`. The four caches are
-float32 pools that live in this object. Each call reads one set and writes the other, then they change places: ONNX
-Runtime does not know that input and output could be one buffer, and a writer must not overwrite what a later node
-still reads.
+In: `step.onnx` with its external weights, checked against the manifest. Out: a `StepSession`. The caches are float32 pools, one a
+layer, that live in this object; each is bound as input and as output. That is sound because a pool has one chain of writers and
+a reader takes the newest version: only the first writer touches the input, only the last one writes the output. A lone writer
+then updates in place, since ScatterND copies only between different addresses; two buffers would cost a copy of every pool.
 
 What may go wrong: a damaged artifact, a device-dialect graph, or inputs other than the manifest's raise
 `ArtifactError`; a graph ONNX Runtime cannot load or run raises `EngineError`.
@@ -27,14 +27,14 @@ _ORT_TYPES = {"float32": "tensor(float)", "int32": "tensor(int32)", "int64": "te
 
 
 class OnnxRuntimeSession:
-    """Owns the ONNX Runtime session and both sets of cache buffers."""
+    """Owns the ONNX Runtime session and the cache buffers."""
 
     def __init__(self, session: ort.InferenceSession, manifest: Manifest, num_pages: int) -> None:
         self._session = session
         self._manifest = manifest
         self._num_pages = num_pages
         self._input_names = [i.name for i in session.get_inputs()]
-        self._caches = [{c.name: _zeros(c, num_pages) for c in manifest.caches} for _ in range(2)]
+        self._caches = {c.name: _zeros(c, num_pages) for c in manifest.caches}
         cache_outputs = {f"{c.name}_out" for c in manifest.caches}
         self._output_names = [spec.name for spec in manifest.outputs if spec.name not in cache_outputs]
 
@@ -77,18 +77,17 @@ class OnnxRuntimeSession:
         return self._num_pages
 
     def run(self, inputs: StepInputs) -> StepOutputs:
-        """One call; caches change places."""
-        current, following = self._caches
+        """One call; the caches change in place."""
         binding = self._session.io_binding()
         feeds = inputs.feeds()
         for name in self._input_names:
-            if name in current:
-                binding.bind_ortvalue_input(name, current[name])
+            if name in self._caches:
+                binding.bind_ortvalue_input(name, self._caches[name])
             elif name in feeds:
                 binding.bind_cpu_input(name, np.ascontiguousarray(feeds[name]))
         for name in self._output_names:
             binding.bind_output(name, "cpu")
-        for name, value in following.items():
+        for name, value in self._caches.items():
             binding.bind_ortvalue_output(f"{name}_out", value)
         try:
             self._session.run_with_iobinding(binding)
@@ -97,18 +96,17 @@ class OnnxRuntimeSession:
                 f"The step graph failed in ONNX Runtime ({error}). Run 'glm-mtp verify' on this artifact; if it "
                 "fails too, export again."
             ) from error
-        self._caches.reverse()
         values = dict(zip(self._output_names, (v.numpy() for v in binding.get_outputs()), strict=False))
         return StepOutputs(**values)
 
     def read_cache(self, name: str) -> np.ndarray:
         """The current content of one pool [layers, pages, 64, width], for tests and for `verify`."""
-        content: np.ndarray = self._caches[0][name].numpy()
+        content: np.ndarray = self._caches[name].numpy()
         return content
 
     def close(self) -> None:
         """Free the pools and the graph."""
-        self._caches = [{}, {}]
+        self._caches = {}
         del self._session
 
 
