@@ -5,6 +5,7 @@ Every error a user can cause is one line on standard error and exit code 2.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import sys
@@ -210,8 +211,9 @@ def build_engine(
     from glm_mtp_export.engine.profile import load_profile
 
     chosen = load_profile(profile or "nano-cpu")
-    backend = backend or chosen.backend
-    if backend == "onnxruntime":
+    if backend is not None:
+        chosen = dataclasses.replace(chosen, backend=backend)
+    if chosen.backend == "onnxruntime":
         from glm_mtp_export.engine.onnxruntime import build
 
         engine, check = build(artifact, chosen)
@@ -224,12 +226,16 @@ def build_engine(
                 f"largest layer error {worst.relative:.1e} ({worst.cache} layer {worst.layer})."
             )
         return
-    from glm_mtp_export.engine.tensorrt import build_tensorrt
+    from glm_mtp_export.engine import tensorrt
 
-    report = build_tensorrt(
-        artifact, chosen, backend, check_only=check_only, strict_plugins=strict_plugins, timing_cache=timing_cache
+    report = tensorrt.build(
+        artifact, chosen, strict_plugins=strict_plugins, check_only=check_only, timing_cache=timing_cache
     )
-    click.echo(report)
+    click.echo(
+        f"{artifact}: {chosen.backend} engine {'checked' if check_only else 'ready'}; "
+        f"{report.manifest.num_plugin_layers} plugin layers, {len(report.native_layers)} native, "
+        f"plan {report.plan_bytes:,} bytes, parse {report.parse_seconds:.1f} s, build {report.build_seconds:.1f} s."
+    )
 
 
 @main.command("build-plugins")

@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
@@ -62,7 +62,7 @@ class ExportOptions:
     dialect: str = PORTABLE
     dtype: str | None = None
     cache_dtype: str | None = None
-    speculation: SpeculationConfig = SpeculationConfig()
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     tensor_parallel_size: int = 1
     expert_parallel: bool = False
     overwrite: bool = False
@@ -89,12 +89,13 @@ def _ignore(stage: str, done: int, total: int) -> None:
 
 
 def export_checkpoint(
-    checkpoint: Path, out: Path, options: ExportOptions = ExportOptions(), progress: Progress = _ignore
+    checkpoint: Path, out: Path, options: ExportOptions | None = None, progress: Progress = _ignore
 ) -> Manifest:
     """Export `checkpoint` to directory `out` and return the manifest that was written.
 
     Raises ConfigError, CheckpointError or OptionError before anything is written, ArtifactError when writing fails.
     """
+    options = options or ExportOptions()
     _check_target(out, options.overwrite)
     view = CheckpointView.open(checkpoint)
     dtype = options.dtype or stored_dtype(view)

@@ -86,7 +86,7 @@ def write_reference(
     step = UnifiedStep(config, speculation, valid_vocab, thinking_end_ids)
     prompt = reference_prompt(config, valid_vocab)
     num_pages = reference_pages(len(prompt), speculation)
-    pools = {c.name: torch.zeros(c.shape(num_pages)) for c in caches}
+    pools = {c.name: torch.zeros([e for e in c.shape(num_pages) if isinstance(e, int)]) for c in caches}
     stored, tokens, drafts, length = {"prompt": prompt}, prompt, None, 0
     for label in ("first", "second"):
         feeds = reference_feeds(config, speculation, tokens, drafts, length, num_pages)

@@ -10,7 +10,8 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import onnx
 import torch
@@ -84,7 +85,7 @@ def traced_step(
         example = {s.name: _fake(s) for s in inputs}
         bound = {w.name: _fake(w) for w in weights}
     shapes = {"inputs": _dynamic_shapes(inputs), "weights": {w.name: {} for w in weights}}
-    table: Mapping[object, object] = {
+    table: dict[Callable[..., Any], Callable[..., Any]] = {
         getattr(torch.ops.glm, record.torch_name).default: record.translation() for record in OP_TABLE.values()
     }
     with _quiet(), torch.no_grad():
@@ -95,7 +96,7 @@ def traced_step(
             dynamo=True,
             opset_version=OPSET,
             custom_translation_table=table,
-            input_names=[s.name for s in (*inputs, *weights)],
+            input_names=[*(s.name for s in inputs), *(w.name for w in weights)],
             output_names=[s.name for s in outputs],
             optimize=True,
             verbose=False,

@@ -42,6 +42,6 @@ class Weights:
             names = ("w13", "w13_scale", "w13_global", "w2", "w2_scale", "w2_global")
             return ops.experts_nvfp4(x, expert_ids, expert_weights, *(self[n] for n in names))
         if "w13_scale" in self:
-            names = ("w13", "w13_scale", "w2", "w2_scale")
-            return ops.experts_fp8(x, expert_ids, expert_weights, *(self[n] for n in names))
+            blocks = (self["w13"], self["w13_scale"], self["w2"], self["w2_scale"])
+            return ops.experts_fp8(x, expert_ids, expert_weights, *blocks)
         return ops.experts(x, expert_ids, expert_weights, self["w13"], self["w2"])

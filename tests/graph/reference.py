@@ -200,7 +200,7 @@ class StepDriver:
         draft_tokens = [drafts.get(b, []) + [7] * (width - n) for b, n in zip(batch, counts, strict=True)]
         size = len(batch)
         given = {
-            "token_ids": torch.tensor(sum(rows, []), dtype=torch.int32),
+            "token_ids": torch.tensor([t for r in rows for t in r], dtype=torch.int32),
             "row_offsets": torch.tensor([0, *(len(r) for r in rows)]).cumsum(0).int(),
             "num_drafts": torch.tensor(counts, dtype=torch.int32),
             "draft_tokens": torch.tensor(draft_tokens, dtype=torch.int32),
