@@ -40,6 +40,7 @@ from glm_mtp_export.errors import CheckpointError
 __all__ = ["FP8_BLOCK_FORMAT", "FP8_CHANNEL", "FP8_TENSOR", "NVFP4", "PLAIN", "StoredWeight", "identify"]
 
 PLAIN, FP8_BLOCK_FORMAT, FP8_TENSOR, FP8_CHANNEL, NVFP4 = "plain", "fp8_block", "fp8_tensor", "fp8_channel", "nvfp4"
+_UNUSED_ROLES = ("input_scale", "input_global_scale", "weight_shape")  # of activations, or said by the config already
 _PLAIN_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -186,12 +187,25 @@ def identify(
             "supported. Use a bf16, FP8 or NVFP4 checkpoint."
         )
     values = roles.get("weight_packed") or roles["weight"]
+    weight = _identified(store, shape, values, roles, block)
+    used = (weight.values, weight.scale, weight.overall)
+    if beside := [t.name for role, t in roles.items() if t not in used and role not in _UNUSED_ROLES]:
+        raise CheckpointError(
+            f"{_at(values)} is {weight.precision}, but {', '.join(beside)} lies beside it: the format cannot be proven. "
+            "Fetch the shards again."
+        )
+    return weight
+
+
+def _identified(
+    store: TensorStore,
+    shape: tuple[int, ...],
+    values: TensorInfo,
+    roles: Mapping[str, TensorInfo],
+    block: tuple[int, int],
+) -> StoredWeight:
     if values.dtype in _PLAIN_DTYPES:
         _expect(values, shape)
-        if scales := [roles[r] for r in ("weight_scale", "weight_scale_inv", "weight_scale_2") if r in roles]:
-            raise CheckpointError(
-                f"{_at(values)} is {values.dtype} but {scales[0].name} lies beside it. Fetch the shards again."
-            )
         return StoredWeight(store, shape, PLAIN, values)
     if values.dtype == "F8_E4M3":
         return _identify_fp8(store, shape, values, roles, block)

@@ -184,7 +184,10 @@ class _Scan:
             elif found.role == "buffer":
                 buffers += 1
             elif found.module in self.specs or self._is_packed(found.module):
-                roles.setdefault(found.module, {})[found.role] = info
+                known = roles.setdefault(found.module, {})
+                if found.role in known:  # `x` and `x.weight`: nobody can say which one counts
+                    self.unknown.append(name)
+                known[found.role] = info
             else:
                 self.unknown.append(name)
         if self.kv_scales:

@@ -269,8 +269,14 @@ def test_excluded_module_that_is_quantised_is_read_as_stored(tmp_path: Path) -> 
         (
             "bf16",
             lambda t: t.update({"lm_head.weight_scale": Tensor("F32", (), np.array(1, np.float32))}),
-            "lm_head.weight is BF16 but lm_head.weight_scale lies beside it",
+            "lm_head.weight is bfloat16, but lm_head.weight_scale lies beside it",
         ),
+        (
+            "fp8",
+            copying({"model.layers.0.self_attn.o_proj.weight_scale": "model.layers.0.self_attn.o_proj.weight_scale_inv"}),
+            "is fp8_block, but .*o_proj.weight_scale lies beside it",
+        ),
+        ("bf16", copying({"lm_head": "lm_head.weight"}), "unknown tensors: lm_head"),
         (
             "bf16",
             lambda t: t.update({"lm_head.weight": Tensor("I8", (320, 64), np.zeros((320, 64), np.int8))}),
