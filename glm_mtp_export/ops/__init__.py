@@ -2,16 +2,18 @@
 
 from glm_mtp_export.ops.experts import experts, experts_fp8, experts_nvfp4
 from glm_mtp_export.ops.head import GlmMaskedLogits, head_argmax, head_logits
-from glm_mtp_export.ops.indexer import GlmCacheIndex, GlmCacheWrite, GlmIndexerHead, GlmRealRows, indexer
+from glm_mtp_export.ops.indexer import GlmIndexerHead, indexer
 from glm_mtp_export.ops.linear import linear, linear_fp8, silu_mul
+from glm_mtp_export.ops.logits import mask_logits, token_logprobs
 from glm_mtp_export.ops.mla_attention import mla_attention
 from glm_mtp_export.ops.norm import add_rms_norm, rms_norm
+from glm_mtp_export.ops.paging import GlmCacheIndex, GlmCacheWrite, GlmRealRows
 from glm_mtp_export.ops.penalties import penalties
 from glm_mtp_export.ops.record import DOMAIN, OP_TABLE, OP_VERSION, PLUGIN_ATTRIBUTES, Attribute, OpRecord, Port
 from glm_mtp_export.ops.rope import GlmRotate
 from glm_mtp_export.ops.router import router
 from glm_mtp_export.ops.rows import shift_rows, step_rows
-from glm_mtp_export.ops.sampling import GlmDraw, GlmMix32, GlmNear, accept, mask_logits, token_logprobs
+from glm_mtp_export.ops.sampling import GlmDraw, GlmMix32, GlmNear, accept
 
 __all__ = [
     "DOMAIN",

@@ -13,7 +13,14 @@ from onnxscript.onnx_opset import opset23 as op
 from onnxscript.values import Opset
 from torch import Tensor
 
-from glm_mtp_export.ops.paging import all_index_keys, index_keys_written, power_of_two, real_rows
+from glm_mtp_export.ops.paging import (
+    GlmCacheWrite,
+    GlmRealRows,
+    all_index_keys,
+    index_keys_written,
+    power_of_two,
+    real_rows,
+)
 from glm_mtp_export.ops.precision import widened
 from glm_mtp_export.ops.record import Attribute, OpRecord, Port, define
 from glm_mtp_export.ops.rope import GlmRotate, rotated
@@ -108,56 +115,6 @@ def GlmIndexerHead(x: FLOAT, positions: INT32, rope_dim: int, rope_theta: float,
     rest = op.Slice(x, split, op.Constant(value_ints=[9223372036854775807]), last)
     turned = GlmRotate(first, positions, rope_theta=rope_theta, interleaved=interleaved)
     return op.Concat(turned, rest, axis=2)
-
-
-@script(Opset("glm", 1))
-def GlmCacheIndex(positions: INT32, row_requests: INT32, block_table: INT32, layer: int):
-    """(layer, page, offset) of positions [T, S] of each row's request: int64 [T, S, 3]."""
-    size = op.Constant(value_int=64)
-    place = op.Cast(positions, to=7)
-    pages = op.Gather(op.Cast(block_table, to=7), op.Cast(op.Max(row_requests, op.CastLike(0, row_requests)), to=7))
-    last_page = op.Gather(op.Shape(block_table), op.Constant(value_int=1)) - 1
-    # Positions outside the request's pages belong to rows and entries that are masked later; they only have to be legal.
-    page = op.GatherElements(pages, op.Max(op.Min(place / size, last_page), op.Constant(value_int=0)), axis=1)
-    layers = op.Expand(op.Constant(value_int=layer), op.Shape(page))
-    axis = op.Constant(value_ints=[2])
-    return op.Concat(
-        op.Unsqueeze(layers, axis), op.Unsqueeze(page, axis), op.Unsqueeze(op.Mod(place, size), axis), axis=2
-    )
-
-
-@script(Opset("glm", 1))
-def GlmRealRows(positions: INT32, row_requests: INT32, block_table: INT32):
-    """Which rows are no padding and lie within their request's pages: bool [T]."""
-    none = op.CastLike(0, row_requests)
-    size = 64 * op.Gather(op.Shape(block_table), op.Constant(value_int=1))
-    inside = op.And(op.GreaterOrEqual(positions, none), op.Less(op.Cast(positions, to=7), size))
-    return op.And(op.GreaterOrEqual(row_requests, none), inside)
-
-
-@script(Opset("glm", 1))
-def GlmCacheWrite(cache: FLOAT, rows: FLOAT, positions: INT32, row_requests: INT32, block_table: INT32, layer: int):
-    """Write real rows [T, D] at their positions. The others repeat the first real row's write; without any, a row is rewritten.
-
-    ONNX Runtime updates ScatterElements in place and copies the whole pool for ScatterND, at every layer of it.
-    """
-    one = op.Constant(value_ints=[1])
-    shape = op.Shape(cache)
-    real = GlmRealRows(positions, row_requests, block_table)
-    count = op.Squeeze(op.Shape(row_requests), op.Constant(value_ints=[0]))
-    each = op.Range(op.Constant(value_int=0), count, op.Constant(value_int=1))
-    source = op.Where(real, each, op.ArgMax(op.Cast(real, to=6), axis=0, keepdims=0))
-    place = op.Unsqueeze(op.Gather(positions, source), one)
-    index = op.Squeeze(GlmCacheIndex(place, op.Gather(row_requests, source), block_table, layer=layer), one)
-    page_size = op.Constant(value_ints=[64])
-    strides = op.Concat(op.Slice(shape, one, op.Constant(value_ints=[2])) * page_size, page_size, one, axis=0)
-    slots = op.ReduceSum(index * strides, one, keepdims=1)
-    width = op.Slice(shape, op.Constant(value_ints=[3]), op.Constant(value_ints=[4]))
-    by_slot = op.Concat(op.Constant(value_ints=[-1]), width, axis=0)
-    pool = op.Reshape(cache, by_slot)
-    kept = op.Gather(pool, op.Squeeze(slots, one))
-    values = op.Where(op.Unsqueeze(op.Gather(real, source), one), op.Gather(rows, source), kept)
-    return op.Reshape(op.ScatterElements(pool, op.Expand(slots, op.Shape(rows)), values, axis=0), shape)
 
 
 @script(Opset("glm", 1))

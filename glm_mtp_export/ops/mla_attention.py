@@ -12,9 +12,15 @@ from onnxscript.onnx_opset import opset23 as op
 from onnxscript.values import Opset
 from torch import Tensor
 
-from glm_mtp_export.ops.indexer import GlmCacheIndex, GlmCacheWrite, GlmRealRows
 from glm_mtp_export.ops.norm import normalised
-from glm_mtp_export.ops.paging import latent_rows, latent_rows_written, real_rows
+from glm_mtp_export.ops.paging import (
+    GlmCacheIndex,
+    GlmCacheWrite,
+    GlmRealRows,
+    latent_rows,
+    latent_rows_written,
+    real_rows,
+)
 from glm_mtp_export.ops.precision import widened
 from glm_mtp_export.ops.record import Attribute, OpRecord, Port, define
 from glm_mtp_export.ops.rope import GlmRotate, rotated
