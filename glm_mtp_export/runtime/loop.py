@@ -108,6 +108,10 @@ class EngineLoop:
 
     def submit(self, request: Request, on_delta: Callable[[Delta], None] | None = None) -> RequestHandle:
         """Queue a request; returns once the engine has taken or refused it. `on_delta` runs in the engine's thread."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "submit from an on_delta callback would wait for its own thread; hand the work to another one"
+            )
         handle = RequestHandle(request, self, on_delta)
         with self._wake:
             if self._failure is not None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from glm_mtp_export.runtime.sampling import Capabilities
 from glm_mtp_export.runtime.scheduler import ScheduledRow
@@ -28,6 +30,19 @@ def token_words(token_ids: Iterable[int], num_words: int) -> Int32:
     return words.view(np.int32)
 
 
+@lru_cache(maxsize=256)
+def constant(shape: tuple[int, ...], value: int, dtype: type[Any] = np.int32) -> NDArray[Any]:
+    """A read-only array, the same object for the same arguments, so that sessions need not copy it again."""
+    array = np.full(shape, value, dtype=dtype)
+    array.setflags(write=False)
+    return array
+
+
+def _is_restricted(row: ScheduledRow) -> bool:
+    sequence = row.sequence
+    return bool(sequence.grammar is not None or sequence.banned or sequence.num_output < sequence.params.min_tokens)
+
+
 class TokenMasks:
     """Builds [B, K+1, words] masks; all ones for requests without restrictions."""
 
@@ -40,15 +55,14 @@ class TokenMasks:
         return token_words(token_ids, self._num_words)
 
     def bitmask(self, rows: Items[ScheduledRow]) -> Int32:
-        """Masks of one call."""
-        mask = np.full((len(rows), self._num_slots, self._num_words), -1, dtype=np.int32)
-        for b, row in enumerate(rows):
-            sequence = row.sequence
-            restricted = (
-                sequence.grammar is not None or sequence.banned or sequence.num_output < sequence.params.min_tokens
-            )
-            if restricted and row.is_final:
-                self._restrict(mask[b], row)
+        """Masks of one call. Without restrictions it is the same read-only array every time, which a session may keep."""
+        shape = (len(rows), self._num_slots, self._num_words)
+        restricted = [b for b, row in enumerate(rows) if row.is_final and _is_restricted(row)]
+        if not restricted:
+            return constant(shape, -1)
+        mask = np.full(shape, -1, dtype=np.int32)
+        for b in restricted:
+            self._restrict(mask[b], rows[b])
         return mask
 
     def _restrict(self, slots: Int32, row: ScheduledRow) -> None:

@@ -20,8 +20,15 @@ __all__ = ["BAN_BIAS", "PENALTY_INPUTS", "Capabilities", "SamplingParams", "Stru
 BAN_BIAS = -100.0
 """A logit bias at or below this bans the token; it is the one bias a bitmask can express exactly."""
 
-PENALTY_INPUTS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "output_counts", "prompt_mask")
-"""Graph inputs that must all be compiled in before penalties are offered."""
+PENALTY_INPUTS = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "output_counts",
+    "prompt_mask",
+    "logit_bias",
+)
+"""Graph inputs that must all be compiled in before penalties and biases are offered."""
 
 _GREEDY_BELOW = 1e-5
 
@@ -172,7 +179,6 @@ class Capabilities:
     num_speculative_tokens: int
     has_token_bitmask: bool
     has_penalties: bool
-    has_logit_bias: bool
     num_logprobs: int  # -1: none compiled in
     has_thinking_ids: bool
     has_tokenizer: bool
@@ -186,7 +192,6 @@ class Capabilities:
             num_speculative_tokens=manifest.speculation.num_speculative_tokens,
             has_token_bitmask="token_bitmask" in names,
             has_penalties=names.issuperset(PENALTY_INPUTS),
-            has_logit_bias="logit_bias" in names,
             num_logprobs=manifest.speculation.num_logprobs,
             has_thinking_ids="think_end" in manifest.thinking_token_ids,
             has_tokenizer=has_tokenizer,
@@ -206,7 +211,7 @@ class Capabilities:
             needs.append("structured_output")
         if params.min_tokens and has_stop_ids:
             needs.append("min_tokens")
-        if params.banned_token_ids and not self.has_logit_bias:
+        if params.banned_token_ids and not self.has_penalties:
             needs.append("logit_bias")
         hint = "needs the graph input token_bitmask, export with --enable-structured-output"
         return [f"{name} {hint}" for name in needs]
@@ -216,7 +221,7 @@ class Capabilities:
         if params.has_penalties and not self.has_penalties:
             missing = "presence_penalty, frequency_penalty and repetition_penalty need the graph inputs"
             problems.append(f"{missing} {', '.join(PENALTY_INPUTS)}, export with --enable-penalties")
-        if not self.has_logit_bias and any(bias > BAN_BIAS for bias in params.logit_bias.values()):
+        if not self.has_penalties and any(bias > BAN_BIAS for bias in params.logit_bias.values()):
             problems.append(
                 "logit_bias other than -100 needs the graph input logit_bias, export with --enable-penalties"
             )

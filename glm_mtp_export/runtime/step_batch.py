@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from glm_mtp_export.artifact import PAGE_SIZE, Manifest
-from glm_mtp_export.runtime.masks import TokenMasks
+from glm_mtp_export.runtime.masks import TokenMasks, constant
 from glm_mtp_export.runtime.paging import slots_needed
-from glm_mtp_export.runtime.sampling import Capabilities
+from glm_mtp_export.runtime.sampling import BAN_BIAS, Capabilities
 from glm_mtp_export.runtime.scheduler import ScheduledRow
 from glm_mtp_export.runtime.session import Float32, Int32, StepInputs
 
@@ -91,24 +91,33 @@ class StepBatcher:
         return table
 
     def _penalties(self, rows: Items[ScheduledRow]) -> dict[str, Any]:
-        arrays: dict[str, Int32 | Float32] = {}
-        shape = (len(rows), self._capabilities.vocab_size)
+        """Inputs of a build with penalties. The [B, V] arrays are shared constants while no row uses them."""
+        if not self._capabilities.has_penalties:
+            return {}
         params = [row.sequence.params for row in rows]
-        if self._capabilities.has_penalties:
-            for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
-                arrays[name] = np.array([getattr(p, name) for p in params], dtype=np.float32)
-            counts, prompt = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
-            for b, row in enumerate(rows):
-                known = row.sequence.output_counts
-                if known is not None:
-                    prompt[b, row.sequence.token_ids[: row.sequence.num_prompt]] = 1
-                    if known:
-                        counts[b, list(known)] = list(known.values())
-            arrays["output_counts"], arrays["prompt_mask"] = counts, prompt
-        if self._capabilities.has_logit_bias:
-            bias = np.zeros(shape, dtype=np.float32)
+        shape = (len(rows), self._capabilities.vocab_size)
+        arrays: dict[str, Int32 | Float32] = {}
+        for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+            arrays[name] = np.array([getattr(p, name) for p in params], dtype=np.float32)
+        arrays["output_counts"] = arrays["prompt_mask"] = constant(shape, 0)
+        if any(p.has_penalties for p in params):
+            arrays["output_counts"], arrays["prompt_mask"] = _histories(rows, shape)
+        arrays["logit_bias"] = constant(shape, 0, np.float32)
+        if any(p.logit_bias for p in params):
+            arrays["logit_bias"] = bias = np.zeros(shape, dtype=np.float32)
             for b, p in enumerate(params):
                 for token, value in p.logit_bias.items():
-                    bias[b, token] = -np.inf if token in p.banned_token_ids else value
-            arrays["logit_bias"] = bias
+                    bias[b, token] = -np.inf if value <= BAN_BIAS else value
         return arrays
+
+
+def _histories(rows: Items[ScheduledRow], shape: tuple[int, int]) -> tuple[Int32, Int32]:
+    """Counts of committed output ids, and a mask of prompt ids, of the rows that ask for penalties."""
+    counts, prompt = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
+    for b, row in enumerate(rows):
+        known = row.sequence.output_counts
+        if known is not None:
+            prompt[b, row.sequence.token_ids[: row.sequence.num_prompt]] = 1
+            if known:
+                counts[b, list(known)] = list(known.values())
+    return counts, prompt

@@ -132,6 +132,29 @@ def test_thinking_phase_follows_the_last_marker() -> None:
         assert (ids[3] == END_THINK) == closes
 
 
+def test_thinking_flag_of_each_call_follows_the_committed_ids() -> None:
+    b = bench(num_drafts=0)
+    seen = []
+    b.session.before_run = lambda inputs: seen.append(bool(inputs.in_thinking_phase[0]))
+    b.add("r", [*_PROMPT, THINK], replace(_GREEDY, thinking_budget=2, max_tokens=6))
+    b.run()
+    # The call that commits the budget's last token still thinks; the token itself is put there by the host.
+    assert seen == [True, True, True, False, False, False]
+
+
+def test_constant_inputs_are_the_same_arrays_while_nobody_uses_them() -> None:
+    b = bench()
+    seen = []
+    b.session.before_run = lambda inputs: seen.append(
+        (inputs.token_bitmask, inputs.output_counts, inputs.prompt_mask, inputs.logit_bias)
+    )
+    b.add("r", _PROMPT, _GREEDY)
+    b.run()
+    for arrays in seen[1:]:
+        assert all(a is first for a, first in zip(arrays, seen[0], strict=True))
+    assert not any(array.flags.writeable for array in seen[0])
+
+
 # ---- what must not show
 
 

@@ -137,6 +137,13 @@ def test_closing_fails_what_still_runs() -> None:
         handle.result(timeout=10)
 
 
+def test_submitting_from_a_callback_is_refused_instead_of_waiting_for_itself(caplog: pytest.LogCaptureFixture) -> None:
+    with _runtime() as runtime:
+        handle = runtime.submit([1], _PARAMS, on_delta=lambda delta: runtime.submit([2], _PARAMS) and None)
+        assert handle.result(timeout=30).finish_reason == "abort"
+        assert "would wait for its own thread" in caplog.text
+
+
 def test_result_times_out() -> None:
     with _runtime() as runtime:
         handle = runtime.submit([1], SamplingParams(max_tokens=3000, ignore_eos=True))
