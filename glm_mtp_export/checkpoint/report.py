@@ -90,10 +90,12 @@ class InspectReport:
         return json.dumps(dataclasses.asdict(self) | totals, indent=1, sort_keys=True) + "\n"
 
 
-def inspect_report(directory: str | os.PathLike[str]) -> InspectReport:
-    """Scan a checkpoint folder. Raises ConfigError or CheckpointError only when config or headers cannot be read at
-    all."""
-    view = CheckpointView.scan(directory)
+def inspect_report(checkpoint: CheckpointView | str | os.PathLike[str]) -> InspectReport:
+    """Report a folder, or a view that is there already.
+
+    Raises ConfigError or CheckpointError only when config or headers cannot be read at all.
+    """
+    view = checkpoint if isinstance(checkpoint, CheckpointView) else CheckpointView.scan(checkpoint)
     config = view.config
     num_sparse = config.mlp_layer_types.count(SPARSE)
     has_experts = any(spec.group == "experts" and name in view.weights for name, spec in view.specs.items())

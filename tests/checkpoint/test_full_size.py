@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -27,18 +28,26 @@ PUBLISHED = {
 LAYER_TENSORS = {"glm-5.2-bf16": (17, 787, 782, 791), "glm-5.2-fp8": (27, 1565, 1558, 1569)}
 
 
+@dataclass(frozen=True)
+class Made:
+    name: str
+    root: Path
+    view: CheckpointView
+    scan_seconds: float
+
+
 @pytest.fixture(scope="module", params=sorted(PUBLISHED))
-def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    made = RELEASES[request.param]
-    root = tmp_path_factory.mktemp(request.param)
-    write_stand_in(root, made.config, made.layout, num_shards=made.num_shards, filling="headers")
-    return request.param, root
-
-
-def test_counts_and_bytes_equal_the_published_ones(release: tuple[str, Path]) -> None:
-    name, root = release
-    num_tensors, num_bytes, num_shards, by_type = PUBLISHED[name]
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    release, root = RELEASES[request.param], tmp_path_factory.mktemp(request.param)
+    write_stand_in(root, release.config, release.layout, num_shards=release.num_shards, filling="headers")
+    begin = time.process_time()
     view = CheckpointView.open(root)
+    return Made(request.param, root, view, time.process_time() - begin)
+
+
+def test_counts_and_bytes_equal_the_published_ones(made: Made) -> None:
+    name, root, view = made.name, made.root, made.view
+    num_tensors, num_bytes, num_shards, by_type = PUBLISHED[name]
     sizes: Counter[str] = Counter()
     for info in view.store.tensors.values():
         sizes[info.dtype] += info.num_bytes
@@ -52,21 +61,19 @@ def test_counts_and_bytes_equal_the_published_ones(release: tuple[str, Path]) ->
     assert written < 200e6
 
 
-def test_inspect_is_fast_and_counts_true_parameters(release: tuple[str, Path]) -> None:
-    name, root = release
+def test_inspect_is_fast_and_counts_true_parameters(made: Made) -> None:
     begin = time.process_time()
-    report = inspect_report(root)
-    assert time.process_time() - begin < 10
+    report = inspect_report(made.view)
+    assert made.scan_seconds + time.process_time() - begin < 10
     assert report.num_parameters == 753_329_940_480
     assert sum(g.num_parameters for g in report.groups if g.model == "draft") == 9_952_920_576
-    assert report.num_bytes == PUBLISHED[name][1]
+    assert report.num_bytes == PUBLISHED[made.name][1]
     assert len(report.full_indexer_layers) == 21 and report.headers_only and report.exit_code == 0
 
 
-def test_device_plan_is_as_big_as_the_checkpoint(release: tuple[str, Path]) -> None:
+def test_device_plan_is_as_big_as_the_checkpoint(made: Made) -> None:
     """Nothing is lost or doubled. bf16: only k_norm goes from bf16 to fp32. FP8: kv_b and the index key become bf16."""
-    name, root = release
-    view = CheckpointView.open(root)
+    name, view = made.name, made.view
     plan = weight_plan(view, "device", stored_dtype(view), with_draft=True)
     planned, stored = sum(e.num_bytes for e in plan), PUBLISHED[name][1]
     wider_norms = 22 * 2 * 128 * 2
