@@ -22,9 +22,10 @@ from glm_mtp_export.runtime.commit import Committed, commit_block
 from glm_mtp_export.runtime.context import ContextLimit
 from glm_mtp_export.runtime.detokenizer import IncrementalDetokenizer
 from glm_mtp_export.runtime.drafting import updated_acceptance
+from glm_mtp_export.runtime.logs import log_event
 from glm_mtp_export.runtime.metrics import EngineStatistics, Gauges
 from glm_mtp_export.runtime.paging import PageAllocator
-from glm_mtp_export.runtime.request import Delta, FinishReason, Request, TokenLogprob
+from glm_mtp_export.runtime.request import Completion, Delta, FinishReason, Request, TokenLogprob
 from glm_mtp_export.runtime.sampling import Capabilities
 from glm_mtp_export.runtime.scheduler import ScheduledRow, Scheduler, SchedulerConfig
 from glm_mtp_export.runtime.sequence import Sequence
@@ -198,6 +199,8 @@ class Engine:
             if sequence.logprobs is not None:
                 _append_logprobs(sequence, outputs, b, committed)
             sequence.last_token_time = now
+            if sequence.first_token_time is None:
+                sequence.first_token_time = now
             delta = self._delta(sequence, num_before, committed)
             if delta is not None:
                 deltas.append(delta)
@@ -245,7 +248,6 @@ class Engine:
         what = "the logits held a NaN" if next_token == -1 else f"the model returned token id {next_token}"
         self.allocator.forget(sequence.pages)
         self._retire(sequence, "error", f"{what} at output token {sequence.num_output}")
-        _log.error("request %s[%d] ended: %s", *sequence.key, sequence.error)
 
     def _retire(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         sequence.finish(reason, error=error)
@@ -293,7 +295,9 @@ class Engine:
             del self._sequences[request_id]
         logprobs = () if sequence.logprobs is None else tuple(sequence.logprobs[start:])
         shown = text if sequence.request.stream else whole
-        return Delta(request_id, sequence.index, tuple(ids[start:]), shown, logprobs, sequence.completion(whole))
+        completion = sequence.completion(whole)
+        _log_completion(request_id, sequence.num_prompt, completion)
+        return Delta(request_id, sequence.index, tuple(ids[start:]), shown, logprobs, completion)
 
     def _decoded(self, sequence: Sequence) -> str:
         assert self.tokenizer is not None
@@ -323,3 +327,26 @@ def _append_logprobs(sequence: Sequence, outputs: StepOutputs, b: int, committed
         sequence.logprobs.append(TokenLogprob(token, value, top))
     if committed.forced is not None:
         sequence.logprobs.append(TokenLogprob(ids[-1], None))
+
+
+def _log_completion(request_id: str, num_prompt: int, completion: Completion) -> None:
+    level = logging.ERROR if completion.finish_reason == "error" else logging.INFO
+    statistics = completion.statistics
+    log_event(
+        _log,
+        level,
+        "sequence_finished",
+        request_id=request_id,
+        index=completion.index,
+        reason=completion.finish_reason,
+        error=completion.error,
+        num_prompt_tokens=num_prompt,
+        num_cached_tokens=statistics.num_cached_tokens,
+        num_output_tokens=len(completion.token_ids),
+        num_calls=statistics.num_calls,
+        num_drafted=statistics.num_drafted,
+        num_accepted=statistics.num_accepted,
+        num_preemptions=statistics.num_preemptions,
+        time_to_first_token=statistics.time_to_first_token,
+        seconds=statistics.seconds,
+    )

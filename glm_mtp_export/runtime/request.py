@@ -42,6 +42,8 @@ class SequenceStatistics:
     num_accepted: int = 0
     num_cached_tokens: int = 0  # prompt positions taken from shared pages at first admission
     num_preemptions: int = 0
+    time_to_first_token: float | None = None  # seconds from add_request
+    seconds: float = 0.0  # from add_request to the last token
 
 
 @dataclass(frozen=True)

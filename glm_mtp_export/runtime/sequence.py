@@ -68,6 +68,7 @@ class Sequence:
         self.num_cached_tokens = -1  # set at first admission
         self.num_preemptions = 0
         self.arrival_time = 0.0
+        self.first_token_time: float | None = None
         self.last_token_time = 0.0
 
     @property
@@ -123,8 +124,15 @@ class Sequence:
 
     def statistics(self) -> SequenceStatistics:
         """Counts so far."""
+        first, last = self.first_token_time, self.last_token_time
         return SequenceStatistics(
-            self.num_calls, self.num_drafted, self.num_accepted, max(self.num_cached_tokens, 0), self.num_preemptions
+            self.num_calls,
+            self.num_drafted,
+            self.num_accepted,
+            max(self.num_cached_tokens, 0),
+            self.num_preemptions,
+            None if first is None else first - self.arrival_time,
+            max(last - self.arrival_time, 0.0),
         )
 
     def completion(self, text: str) -> Completion:
