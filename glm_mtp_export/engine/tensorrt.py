@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -161,14 +162,14 @@ def _built(
             if toolchain.is_rtx:
                 config.num_compute_capabilities = 1
                 config.set_compute_capability(getattr(trt.ComputeCapability, _rtx_target(manifest)[0]), 0)
-            if timing_cache is not None:
+            if timing_cache is not None and not toolchain.is_rtx:  # TensorRT-RTX has no timings to keep
                 set_timing_cache(config, timing_cache)
             plan = memoryview(loaders.EngineBytesFromNetwork(network, lambda _builder, _network: config)())
     except Exception as error:  # Polygraphy and the bindings raise their own kinds
         words = toolchain.errors(first_line)
         card = "" if toolchain.is_rtx or cuda_device() else " TensorRT builds on the card it builds for; none is here."
         raise EngineError(f"{step}: {toolchain.name} {toolchain.version} cannot build it.{card}\n{words}") from error
-    if timing_cache is not None:
+    if timing_cache is not None and not toolchain.is_rtx:
         save_timing_cache(config, timing_cache)
     return plan, (parsed - started, time.perf_counter() - parsed)
 
@@ -190,9 +191,10 @@ def _polygraphy(toolchain: Toolchain) -> Any:
 
 @contextmanager
 def _quiet_polygraphy() -> Iterator[None]:
-    """Polygraphy prints its configuration and every error; our messages say what to do."""
+    """Polygraphy prints its configuration and every error, and calls what its toolchain deprecates."""
     logger = importlib.import_module("polygraphy.logger").G_LOGGER
-    with logger.verbosity(logger.CRITICAL + 1):
+    with logger.verbosity(logger.CRITICAL + 1), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
         yield
 
 

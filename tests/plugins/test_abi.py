@@ -26,7 +26,14 @@ needs_compiler = pytest.mark.skipif(
 def report(folder: Path, source: Path, *options: str) -> str:
     """Compile abi_report and give what it prints."""
     program = folder / "abi_report"
-    compile_command = ["g++", "-std=c++17", "-Wall", "-Wno-deprecated-declarations", f"-isystem{CUDA_INCLUDE}", *options]
+    compile_command = [
+        "g++",
+        "-std=c++17",
+        "-Wall",
+        "-Wno-deprecated-declarations",
+        f"-isystem{CUDA_INCLUDE}",
+        *options,
+    ]
     subprocess.run([*compile_command, str(source), "-o", str(program)], check=True)
     return subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout
 

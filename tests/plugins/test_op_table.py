@@ -72,5 +72,5 @@ def test_plainest_dimension_gives_a_symbol() -> None:
 
 def test_a_dimension_that_nothing_gives_is_refused_by_op() -> None:
     probe = record((Port("a", "A", ("T",)),), "T*M")
-    with pytest.raises(ValueError, match="op GlmProbe.*'M'"):
+    with pytest.raises(ValueError, match=r"op GlmProbe.*'M'"):
         generated({"GlmProbe": probe})

@@ -34,9 +34,7 @@ def after(lines: list[str], start: str) -> list[str]:
 
 
 def test_a_creator_for_every_op_with_its_attributes(lines: list[str]) -> None:
-    expected = [
-        f"{name} 1 glm PLUGIN CREATOR_V3ONE {len(OP_TABLE[name].attributes)}" for name in sorted(OP_TABLE)
-    ]
+    expected = [f"{name} 1 glm PLUGIN CREATOR_V3ONE {len(OP_TABLE[name].attributes)}" for name in sorted(OP_TABLE)]
     assert after(lines, "creator") == expected
 
 
