@@ -173,7 +173,9 @@ class Engine:
             self.statistics.num_calls += 1
             self.statistics.num_preemptions = self.scheduler.num_preemptions
             self._commit_rows(rows, outputs, now, deltas)
-            self.statistics.step_seconds += self._clock() - start
+            seconds = self._clock() - start
+            self.statistics.step_seconds += seconds
+            self.statistics.step_time.observe(seconds)
         return deltas
 
     def _commit_rows(self, rows: list[ScheduledRow], outputs: StepOutputs, now: float, deltas: list[Delta]) -> None:
@@ -288,6 +290,7 @@ class Engine:
         reason = sequence.finish_reason or "error"
         self.statistics.num_finished[reason] += 1
         self.statistics.num_cached_tokens += max(sequence.num_cached_tokens, 0)
+        self._observe_times(sequence)
         request_id = sequence.request.request_id
         live = self._sequences[request_id]
         live.remove(sequence)
@@ -298,6 +301,13 @@ class Engine:
         completion = sequence.completion(whole)
         _log_completion(request_id, sequence.num_prompt, completion)
         return Delta(request_id, sequence.index, tuple(ids[start:]), shown, logprobs, completion)
+
+    def _observe_times(self, sequence: Sequence) -> None:
+        first, num_output = sequence.first_token_time, sequence.num_output
+        if first is not None:
+            self.statistics.time_to_first_token.observe(first - sequence.arrival_time)
+        if first is not None and num_output > 1:
+            self.statistics.time_per_output_token.observe((sequence.last_token_time - first) / (num_output - 1))
 
     def _decoded(self, sequence: Sequence) -> str:
         assert self.tokenizer is not None

@@ -7,13 +7,15 @@ when the package prometheus-client is installed. Tokens and drafts cut away behi
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from glm_mtp_export.errors import MissingDependencyError
 
-__all__ = ["DEAD_DRAFT_BELOW", "DEAD_DRAFT_ROUNDS", "EngineStatistics", "Gauges", "prometheus_registry"]
+__all__ = ["DEAD_DRAFT_BELOW", "DEAD_DRAFT_ROUNDS", "EngineStatistics", "Gauges", "Histogram", "prometheus_registry"]
 
 _log = logging.getLogger(__name__)
 
@@ -21,6 +23,28 @@ DEAD_DRAFT_BELOW = 0.05
 """First-draft acceptance below which drafting only costs time."""
 DEAD_DRAFT_ROUNDS = 200
 """Verified first drafts in a row over which that is judged."""
+
+
+_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
+
+
+@dataclass
+class Histogram:
+    """Times by upper bound in seconds, as Prometheus counts them."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(_BUCKETS) + 1))
+    total: float = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one time."""
+        self.counts[bisect_left(_BUCKETS, seconds)] += 1
+        self.total += seconds
+
+    @property
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(upper bound, observations at most that)."""
+        bounds = [*map(str, _BUCKETS), "+Inf"]
+        return list(zip(bounds, accumulate(map(float, self.counts)), strict=True))
 
 
 @dataclass
@@ -41,6 +65,9 @@ class EngineStatistics:
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     draft_is_dead: bool = False
+    step_time: Histogram = field(default_factory=Histogram)
+    time_to_first_token: Histogram = field(default_factory=Histogram)
+    time_per_output_token: Histogram = field(default_factory=Histogram)  # of a sequence, first token to last
     _window_drafted: int = 0
     _window_accepted: int = 0
 
@@ -107,7 +134,7 @@ def prometheus_registry(statistics: EngineStatistics, gauges: Callable[[], Gauge
     """A `prometheus_client.CollectorRegistry` that reads the engine's numbers whenever it is scraped."""
     try:
         from prometheus_client import CollectorRegistry
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
         from prometheus_client.registry import Collector
     except ImportError as error:
         raise MissingDependencyError(
@@ -130,6 +157,14 @@ def prometheus_registry(statistics: EngineStatistics, gauges: Callable[[], Gauge
             for reason, count in statistics.num_finished.items():
                 finished.add_metric([reason], count)
             yield finished
+            for name, text, histogram in (
+                ("step_time_seconds", "time of one step", statistics.step_time),
+                ("time_to_first_token_seconds", "from arrival to the first token", statistics.time_to_first_token),
+                ("time_per_output_token_seconds", "mean over a sequence", statistics.time_per_output_token),
+            ):
+                shape = HistogramMetricFamily(f"glm_mtp_{name}", text)
+                shape.add_metric([], histogram.cumulative, histogram.total)
+                yield shape
             now = gauges()
             for name, text, value in (
                 ("waiting_sequences", "sequences not admitted yet", now.num_waiting),

@@ -185,6 +185,8 @@ def test_metrics_registry_shows_the_same_numbers() -> None:
         assert "glm_mtp_output_tokens_total 12.0" in text
         assert f'glm_mtp_accepted_tokens_total{{position="0"}} {float(statistics.accepted[0])}' in text
         assert 'glm_mtp_finished_sequences_total{reason="length"} 1.0' in text
+        assert "glm_mtp_time_to_first_token_seconds_count 1.0" in text
+        assert f"glm_mtp_step_time_seconds_count {float(statistics.num_calls)}" in text
         assert "glm_mtp_pages 64.0" in text and "glm_mtp_pages_held 0.0" in text
 
 
