@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+import glm_mtp_export
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -40,3 +43,16 @@ def shared_server(folder: Path) -> Iterator[RunningServer]:
     server = RunningServer(folder, make_runtime(folder, Script()))
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def nano_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained nano checkpoint, exported with three drafts, grammars and log-probabilities."""
+    checkpoint = Path(glm_mtp_export.__file__).parent / "data" / "glm52-nano"
+    target = tmp_path_factory.mktemp("nano") / "artifact"
+    options = ["--num-speculative-tokens", "3", "--enable-structured-output", "--num-logprobs", "3"]
+    command = [sys.executable, "-m", "glm_mtp_export", "export", str(checkpoint), "-o", str(target), *options]
+    # in a process of its own: the exporter brings torch, which the run tower must not see
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return target

@@ -13,8 +13,8 @@ import openai
 import uvicorn
 
 from glm_mtp_export.runtime.runtime import Runtime
-from glm_mtp_export.serving.served_model import ServedModel
 from glm_mtp_export.serving.openai_server import ServerLimits, create_app
+from glm_mtp_export.serving.served_model import ServedModel
 
 
 def free_port() -> int:

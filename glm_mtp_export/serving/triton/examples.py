@@ -59,23 +59,23 @@ inputs = [
     tensor("sampling_param_max_tokens", "INT32", [64]),
 ]
 answers = queue.SimpleQueue()
-client = grpcclient.InferenceServerClient(url)
-client.start_stream(lambda result, error: answers.put((result, error)))
-client.async_stream_infer("@STREAMING@", inputs, enable_empty_final_response=True)
-while True:
-    result, error = answers.get()
-    if error is not None:
-        sys.exit(str(error))
-    response = result.get_response()
-    for name in ("reasoning_content", "text_output"):
-        found = result.as_numpy(name)
-        if found is not None:
-            print(found[0].decode(), end="", flush=True)
-    if response.parameters["triton_final_response"].bool_param:
-        rate = result.as_numpy("acceptance_rate")
-        print(f"\\nacceptance rate {rate[0]:.2f}" if rate is not None else "")
-        break
-client.stop_stream()
+with grpcclient.InferenceServerClient(url) as client:
+    client.start_stream(lambda result, error: answers.put((result, error)))
+    client.async_stream_infer("@STREAMING@", inputs, enable_empty_final_response=True)
+    while True:
+        result, error = answers.get()
+        if error is not None:
+            print(error, file=sys.stderr)
+            break
+        for name in ("reasoning_content", "text_output"):
+            found = result.as_numpy(name)
+            if found is not None:
+                print(found[0].decode(), end="", flush=True)
+        if result.get_response().parameters["triton_final_response"].bool_param:
+            rate = result.as_numpy("acceptance_rate")
+            print(f"\\nacceptance rate {rate[0]:.2f}" if rate is not None else "")
+            break
+sys.exit(error is not None)
 '''
 
 _README = """# Triton models
@@ -88,7 +88,8 @@ _README = """# Triton models
 - `max_batch_size` is 0: one request is one prompt, every shape is `[1]` (`[n]` for lists). Two prompts are two requests,
   which the engine batches by itself. Strings are UTF-8 BYTES.
 - Cancelling a request, or closing its connection, ends it within one step of the engine.
-- A full queue answers UNAVAILABLE (HTTP 503), a request that cannot be served INVALID_ARG (HTTP 400).
+- A full queue answers UNAVAILABLE, a request that cannot be served INVALID_ARG. gRPC shows these codes; on HTTP some
+  versions of Triton answer every error of a model with 400, so look at the message.
 - Triton's /metrics has the engine's numbers as `glm_mtp_*`; `glm_mtp_engine_up` is 0 when the engine has failed.
 - If the log says that the stub is not healthy or numpy cannot be imported: give the stub an environment of its own
   (`glm-mtp triton ... --execution-environment`), with numpy before 2 for servers up to 24.12. The engine is not affected,
