@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+
 from nano.chats import Chat, make_chat, render
 from nano.tokenizer import build_tokenizer
 

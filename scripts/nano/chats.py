@@ -22,19 +22,58 @@ Message = dict[str, Any]
 #: (text, written by the model?)
 Segment = tuple[str, bool]
 
-_NUMBER_WORDS = ("name", "city", "age", "color", "size", "id", "price", "day", "item", "score", "team", "code")
+_FIELD_NAMES = ("name", "city", "age", "color", "size", "id", "price", "day", "item", "score", "team", "code")
 _SKIES = ("clear", "cloudy", "rainy", "snowy", "windy", "foggy")
 _FOREIGN = "äöüéèñçßøåłžαβγδλπжшыя你好世界日本語中文한국😀🎉🚀✓€"
-#: (function names, argument names with JSON type, question, result keys, answer); {0}, {1} are the arguments, {r} the result.
-_TOOLS: tuple[tuple[tuple[str, ...], tuple[tuple[tuple[str, ...], str], ...], str, str, str], ...] = (
-    (("get_weather", "weather", "read_weather"), ((("city", "place", "town"), "string"),), "What is the weather in {0}?", "sky", "The weather in {0} is {r}."),
-    (("get_time", "clock", "local_time"), ((("city", "place", "zone"), "string"),), "What time is it in {0}?", "time", "It is {r} in {0}."),
-    (("get_price", "price_of", "cost"), ((("item", "product", "what"), "string"),), "How much is {0}?", "price", "{0} costs {r}."),
-    (("set_timer", "timer", "start_timer"), ((("minutes", "length", "duration"), "integer"),), "Set a timer for {0} minutes.", "status", "The timer is {r} for {0} minutes."),
-    (("send_message", "send", "tell"), ((("name", "to", "user"), "string"), (("text", "message", "body"), "string")), 'Tell {0} "{1}".', "status", 'The message "{1}" to {0} was {r}.'),
-    (("multiply", "times", "product"), ((("a", "x", "left"), "integer"), (("b", "y", "right"), "integer")), "What is {0} times {1}?", "result", "{0} times {1} is {r}."),
-    (("search", "find", "lookup"), ((("query", "text", "q"), "string"),), 'Search for "{0}".', "hits", 'I found {r} hits for "{0}".'),
-    (("get_user", "user_name", "who"), ((("id", "user", "number"), "integer"),), "Who is user {0}?", "name", "User {0} is {r}."),
+
+
+@dataclass(frozen=True)
+class _Tool:
+    """A kind of tool. A chat draws one of ``names`` and one spelling of each argument, so that only the schema tells them.
+
+    ``arguments``: (spellings, JSON type). ``question`` and ``answer`` hold {0}, {1} for the arguments, {r} for the result.
+    """
+
+    names: tuple[str, ...]
+    arguments: tuple[tuple[tuple[str, ...], str], ...]
+    question: str
+    result_key: str
+    answer: str
+
+
+_TOOLS = (
+    _Tool(
+        ("get_weather", "weather", "read_weather"), ((("city", "place", "town"), "string"),),
+        "What is the weather in {0}?", "sky", "The weather in {0} is {r}.",
+    ),
+    _Tool(
+        ("get_time", "clock", "local_time"), ((("city", "place", "zone"), "string"),),
+        "What time is it in {0}?", "time", "It is {r} in {0}.",
+    ),
+    _Tool(
+        ("get_price", "price_of", "cost"), ((("item", "product", "what"), "string"),),
+        "How much is {0}?", "price", "{0} costs {r}.",
+    ),
+    _Tool(
+        ("set_timer", "timer", "start_timer"), ((("minutes", "length", "duration"), "integer"),),
+        "Set a timer for {0} minutes.", "status", "The timer is {r} for {0} minutes.",
+    ),
+    _Tool(
+        ("send_message", "send", "tell"), ((("name", "to", "user"), "string"), (("text", "message", "body"), "string")),
+        'Tell {0} "{1}".', "status", 'The message "{1}" to {0} was {r}.',
+    ),
+    _Tool(
+        ("multiply", "times", "product"), ((("a", "x", "left"), "integer"), (("b", "y", "right"), "integer")),
+        "What is {0} times {1}?", "result", "{0} times {1} is {r}.",
+    ),
+    _Tool(
+        ("search", "find", "lookup"), ((("query", "text", "q"), "string"),),
+        'Search for "{0}".', "hits", 'I found {r} hits for "{0}".',
+    ),
+    _Tool(
+        ("get_user", "user_name", "who"), ((("id", "user", "number"), "integer"),),
+        "Who is user {0}?", "name", "User {0} is {r}.",
+    ),
 )  # fmt: skip
 _TALK = (
     ("Hello!", "Hello! What can I do for you?"),
@@ -47,7 +86,7 @@ _TALK = (
 
 @dataclass(frozen=True)
 class Chat:
-    """One conversation; ``answers`` are the texts that the scored assistant turns must end in (after ``</think>``)."""
+    """One conversation. ``end`` is the id that closes it; ``scored_turns`` are the messages that exams ask for."""
 
     task: str
     messages: tuple[Message, ...]
@@ -135,7 +174,7 @@ def _reverse_turn(rng: random.Random, held_out: bool, thinking: bool) -> tuple[M
 
 def _json_turn(rng: random.Random, held_out: bool, thinking: bool) -> tuple[Message, Message]:
     def fields() -> tuple[str, dict[str, Any]]:
-        keys = rng.sample(_NUMBER_WORDS, rng.randint(1, 3))
+        keys = rng.sample(_FIELD_NAMES, rng.randint(1, 3))
         drawn = {key: rng.randrange(10 ** rng.randint(1, 3)) if rng.random() < 0.5 else _name(rng) for key in keys}
         return json.dumps(drawn), drawn
 
@@ -199,14 +238,11 @@ def _lookup_chat(rng: random.Random, held_out: bool, max_tokens: int) -> Chat:
     return Chat("lookup", tuple(messages), thinking, scored_turns=(len(messages) - 1,))
 
 
-def _schema(spec: Any, rng: random.Random) -> tuple[dict[str, Any], list[str]]:
-    names, parameters, *_ = spec
-    keys = [rng.choice(options) for options, _ in parameters]
-    if len(set(keys)) < len(keys):
-        keys = [options[0] for options, _ in parameters]
-    properties = {key: {"type": kind} for key, (_, kind) in zip(keys, parameters, strict=True)}
-    schema = {"name": rng.choice(names), "parameters": {"type": "object", "properties": properties, "required": keys}}
-    return schema, keys
+def _schema(tool: _Tool, rng: random.Random) -> tuple[dict[str, Any], list[str]]:
+    keys = [rng.choice(spellings) for spellings, _ in tool.arguments]
+    properties = {key: {"type": kind} for key, (_, kind) in zip(keys, tool.arguments, strict=True)}
+    parameters = {"type": "object", "properties": properties, "required": keys}
+    return {"name": rng.choice(tool.names), "parameters": parameters}, keys
 
 
 def _result(key: str, rng: random.Random) -> Any:
@@ -220,26 +256,26 @@ def _result(key: str, rng: random.Random) -> Any:
 
 
 def _tool_chat(rng: random.Random, held_out: bool, max_tokens: int) -> Chat:
-    """A call, the tool's result, the answer. Half of the chats end after the call."""
+    """A call, the tool's result, the answer."""
     thinking = rng.random() < 0.5
-    specs = rng.sample(_TOOLS, rng.randint(1, 3 if max_tokens > 400 else 2))
-    schemas, keys = zip(*(_schema(spec, rng) for spec in specs), strict=True)
-    chosen = rng.randrange(len(specs))
-    _, parameters, question, result_key, answer = specs[chosen]
+    offered = rng.sample(_TOOLS, rng.randint(1, 3 if max_tokens > 400 else 2))
+    schemas, keys = zip(*(_schema(tool, rng) for tool in offered), strict=True)
+    chosen = rng.randrange(len(offered))
+    tool = offered[chosen]
 
     def values() -> tuple[str, list[Any]]:
-        drawn = [_name(rng) if kind == "string" else rng.randrange(1, 1000) for _, kind in parameters]
+        drawn = [_name(rng) if kind == "string" else rng.randrange(1, 1000) for _, kind in tool.arguments]
         return json.dumps(drawn), drawn
 
     drawn = _draw(values, held_out)
     name = schemas[chosen]["name"]
     call = {"type": "function", "function": {"name": name, "arguments": dict(zip(keys[chosen], drawn, strict=True))}}
-    result = _result(result_key, rng)
+    result = _result(tool.result_key, rng)
     messages = [
-        _user(question.format(*drawn)),
+        _user(tool.question.format(*drawn)),
         {**_assistant("", f"I call {name}.", thinking), "tool_calls": [call]},
-        {"role": "tool", "content": json.dumps({result_key: result})},
-        _assistant(answer.format(*drawn, r=result), "I have the result.", thinking),
+        {"role": "tool", "content": json.dumps({tool.result_key: result})},
+        _assistant(tool.answer.format(*drawn, r=result), "I have the result.", thinking),
     ]
     tools = tuple({"type": "function", "function": schema} for schema in schemas)
     return Chat("tool", tuple(messages), thinking, tools=tools, scored_turns=(1, 3))

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nano.model import NanoConfig, NanoModel
-from nano.tokenizer import build_tokenizer
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from nano.model import NanoConfig, NanoModel
+from nano.tokenizer import build_tokenizer
 
 __all__ = ["checkpoint_tensors", "config_json", "load_checkpoint", "round_to_bfloat16", "save_checkpoint"]
 
@@ -112,7 +113,9 @@ def save_checkpoint(model: NanoModel, folder: Path) -> None:
     config = config_json(model.c)
     _write_json(folder / "config.json", config)
     generation = {"do_sample": True, "temperature": 1.0, "top_p": 0.95, "transformers_version": "5.12.0"}
-    _write_json(folder / "generation_config.json", {key: config[key] for key in ("eos_token_id", "pad_token_id")} | generation)
+    _write_json(
+        folder / "generation_config.json", {key: config[key] for key in ("eos_token_id", "pad_token_id")} | generation
+    )
     build_tokenizer().save(str(folder / "tokenizer.json"))
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.c.max_position_embeddings,
@@ -128,7 +131,7 @@ def load_checkpoint(folder: Path, c: NanoConfig | None = None) -> NanoModel:
     tensors: dict[str, Tensor] = {}
     for shard in _SHARDS:
         with safe_open(folder / shard, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name).float() for name in file.keys()}
+            tensors |= {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
     state: dict[str, Tensor] = {}
     for name in model.state_dict():
         prefix, _, leaf = name.rpartition(".")

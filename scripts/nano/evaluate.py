@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from nano.batches import chat_ids
 from nano.chats import Chat, make_chat
 from nano.model import NanoModel
-from torch import Tensor
+from nano.tokenizer import build_tokenizer
 
 __all__ = ["Exam", "Finished", "acceptance", "exams", "greedy", "held_out_report"]
 
@@ -100,7 +102,9 @@ def greedy(model: NanoModel, questions: list[Exam], rows: int) -> list[Finished]
             width = int(lengths.max())
             hidden = model.trunk(tokens[:, :width], torch.ones_like(tokens[:, :width])).hidden
             best = model.logits(hidden[every, lengths - 1]).argmax(-1)
-            tokens[every, lengths.clamp_max(length - 1)] = torch.where(done, tokens[every, lengths.clamp_max(length - 1)], best)
+            tokens[every, lengths.clamp_max(length - 1)] = torch.where(
+                done, tokens[every, lengths.clamp_max(length - 1)], best
+            )
             lengths = torch.where(done, lengths, lengths + 1)
             done = done | (best == stops) | (lengths - starts >= budgets)
         for row, exam in enumerate(group):
@@ -113,7 +117,11 @@ def _rounds(output: list[int], drafts: list[list[int]], num_drafts: int) -> int:
     rounds, at = 0, 0
     while at < len(output) - 1:
         accepted = 0
-        while accepted < num_drafts and at + 1 + accepted < len(output) and drafts[at][accepted] == output[at + 1 + accepted]:
+        while (
+            accepted < num_drafts
+            and at + 1 + accepted < len(output)
+            and drafts[at][accepted] == output[at + 1 + accepted]
+        ):
             accepted += 1
         at += accepted + 1
         rounds += 1
@@ -147,10 +155,11 @@ def _share(texts: list[Finished], think_end: int) -> float:
     return round(sum(text.is_right(think_end) for text in texts) / max(len(texts), 1), 4)
 
 
-def held_out_report(model: NanoModel, think_end: int, count: int, rows: int, seed: int = 10_000) -> dict[str, Any]:
+def held_out_report(model: NanoModel, count: int, rows: int, seed: int = 10_000) -> dict[str, Any]:
     """All numbers of the model card. ``count`` exams a task; long look-ups run with a quarter of ``rows``."""
     model.eval()
     model.selection = "sparse"
+    think_end = build_tokenizer().get_vocab()["</think>"]
     plan = {
         "sum_thinking": ("sum", 128, True), "sum_direct": ("sum", 128, False), "copy": ("copy", 128, None),
         "reverse": ("reverse", 128, None), "json": ("json", 192, None), "talk": ("talk", 128, None),
@@ -184,5 +193,6 @@ def held_out_report(model: NanoModel, think_end: int, count: int, rows: int, see
     mean = {k: round(sum(values[k] for values in per_task) / len(per_task), 3) for k in per_task[0]}
     return {
         "exams_per_task": count, "accuracy": accuracy, "lookup": lookup,
-        "acceptance_length": {"mean_over_tasks": mean, "by_task": lengths}, "generated_tokens": sum(len(t.output) for t in everything),
+        "acceptance_length": {"mean_over_tasks": mean, "by_task": lengths},
+        "generated_tokens": sum(len(text.output) for text in everything),
     }  # fmt: skip

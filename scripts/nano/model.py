@@ -89,8 +89,9 @@ class Linear(nn.Linear):
         self.cast: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        is_ready = self.cast is not None and self.cast.dtype == x.dtype
-        return F.linear(x, self.cast if is_ready else self.weight.to(x.dtype))
+        if self.cast is not None and self.cast.dtype == x.dtype:
+            return F.linear(x, self.cast)
+        return F.linear(x, self.weight.to(x.dtype))
 
 
 class RMSNorm(nn.Module):
@@ -193,7 +194,9 @@ class Attention(nn.Module):
         rope = rotation(rope.unsqueeze(2), 0).expand(-1, -1, c.num_attention_heads, -1)
         return torch.cat((nope, rope), -1).transpose(1, 2), v.transpose(1, 2)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, watch: IndexerTarget | None, causal: Tensor) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, watch: IndexerTarget | None, causal: Tensor
+    ) -> Tensor:
         """Output [B, L, hidden]. ``bias`` [B, 1, L, L] holds the selection, None = all earlier keys.
         ``watch`` collects the head-averaged attention over *all* earlier keys, without gradient."""
         if watch is not None:
@@ -240,7 +243,7 @@ class Router(nn.Module):
         return torch.zeros_like(scores).scatter(-1, chosen, weights)
 
     @torch.no_grad()
-    def rebalance(self, rate: float) -> None:
+    def rebalance(self, rate: Tensor) -> None:
         """Aux-loss-free balancing: overloaded experts lose ``rate``, the others gain it."""
         self.e_score_correction_bias += rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
@@ -270,8 +273,10 @@ class MoE(nn.Module):
         c = self.c
         flat = x.reshape(-1, c.hidden_size)
         gates = self.gate(flat, is_real.reshape(-1)).to(x.dtype)
-        is_ready = self.cast is not None and self.cast[0].dtype == x.dtype
-        gate, up, down = self.cast if is_ready else self.flat_weights(x.dtype)
+        weights = self.cast
+        if weights is None or weights[0].dtype != x.dtype:
+            weights = self.flat_weights(x.dtype)
+        gate, up, down = weights
         active = F.silu(F.linear(flat, gate)) * F.linear(flat, up) * (gates @ self.spread.to(x.dtype))
         return F.linear(active, down).view_as(x) + self.shared_experts(x)
 
@@ -305,28 +310,34 @@ class Written:
     index_losses: list[Tensor]
 
 
+class Backbone(nn.Module):
+    def __init__(self, c: NanoConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        nn.init.normal_(self.embed_tokens.weight, std=0.3)
+        self.layers = nn.ModuleList(Layer(c, index) for index in range(c.num_hidden_layers + 1))
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+
 class NanoModel(nn.Module):
     def __init__(self, c: NanoConfig) -> None:
         super().__init__()
         self.c = c
         self.compute_dtype = torch.float32
         self.selection = "dense"
-        layers = nn.ModuleList(Layer(c, index) for index in range(c.num_hidden_layers + 1))
-        embed = nn.Embedding(c.vocab_size, c.hidden_size)
-        nn.init.normal_(embed.weight, std=0.3)
-        self.model = nn.ModuleDict(
-            {"embed_tokens": embed, "layers": layers, "norm": RMSNorm(c.hidden_size, c.rms_norm_eps)}
-        )
+        self.model = Backbone(c)
         self.lm_head = Linear(c.hidden_size, c.vocab_size, gain=0.5)
         self.rotation = Rotation(c)
 
     @property
     def trunk_layers(self) -> list[Layer]:
-        return list(self.model["layers"])[: self.c.num_hidden_layers]
+        return [layer for layer in self.model.layers if isinstance(layer, Layer)][: self.c.num_hidden_layers]
 
     @property
     def mtp_layer(self) -> Layer:
-        return self.model["layers"][self.c.num_hidden_layers]
+        layer = self.model.layers[self.c.num_hidden_layers]
+        assert isinstance(layer, Layer)
+        return layer
 
     def cast_weights(self) -> None:
         """Cast every weight once for a whole training step; its gradient then flows through one cast."""
@@ -343,7 +354,7 @@ class NanoModel(nn.Module):
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """float32 [B, L, hidden]. While training as a product: the gradient of a gather into 512 rows is far slower."""
-        table = self.model["embed_tokens"].weight
+        table = self.model.embed_tokens.weight
         if not self.training:
             return F.embedding(tokens, table)
         one_hot = F.one_hot(tokens, self.c.vocab_size).to(self.compute_dtype)
@@ -391,9 +402,17 @@ class NanoModel(nn.Module):
             x = layer.feed_forward(x, is_real, dtype)
         if target is not None and learn_index:
             losses.append(target.losses(causal, row_weights))
-        return Written(self.model["norm"](x), losses)
+        return Written(self.model.norm(x), losses)
 
-    def mtp(self, hidden: Tensor, tokens: Tensor, marks: Tensor, num_steps: int, learn_index: bool = False, own_drafts: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+    def mtp(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        marks: Tensor,
+        num_steps: int,
+        learn_index: bool = False,
+        own_drafts: bool = False,
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Draft logits [B, L, V] of steps 0..num_steps-1 for every base position p at once, and the indexer's losses.
 
         Row p of step 0 reads the target's h_p and token p+1 at position p; row p of step j reads its own normed output
@@ -403,7 +422,8 @@ class NanoModel(nn.Module):
         layer, rotation, dtype = self.mtp_layer, self.rotation, self.compute_dtype
         causal = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).tril()
         is_real = (marks > 0).float()
-        k = v = target = bias = None
+        target = bias = None
+        k = v = hidden  # replaced in step 0
         results: list[Tensor] = []
         fed = tokens.roll(-1, 1)
         for step in range(num_steps):
@@ -411,7 +431,7 @@ class NanoModel(nn.Module):
             x = layer.eh_proj(torch.cat((layer.enorm(embedded), layer.hnorm(hidden)), -1).to(dtype)).float()
             n = layer.input_layernorm(x).to(dtype)
             q, c_q = layer.self_attn.queries(n, rotation, step)
-            if step == 0:
+            if step == 0:  # the only keys and values there are: those of true hidden states
                 k, v = layer.self_attn.keys_values(n, rotation)
                 if learn_index or self.selection != "dense":
                     target = self._indexer_target(layer, n, c_q, causal, learn_index)

@@ -26,14 +26,14 @@ _WORDS = (
     "is the what value of and are you can name city parameters properties required integer string type object "
     "description degrees weather number time minutes message tool times costs answer with for keys JSON text user "
     "Effort Max High from call was sent timer result price found hello world that this here"
-).split()
+)
 
 
 def _merges() -> tuple[list[str], list[tuple[str, str]]]:
     """New pieces and their merges: every prefix of every word, behind a space."""
     pieces: list[str] = []
     merges: list[tuple[str, str]] = []
-    for word in _WORDS:
+    for word in _WORDS.split():
         piece = "\u0120"
         for letter in word:
             if piece + letter not in pieces:

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from nano.batches import Batch, Bucket
 from nano.checkpoint import round_to_bfloat16
 from nano.model import MoE, NanoModel
-from torch import Tensor, nn
 
 __all__ = ["PHASES", "Phase", "train"]
 
@@ -68,8 +69,10 @@ def _written_accuracy(logits: Tensor, targets: Tensor, marks: Tensor) -> Tensor:
     return ((logits.argmax(-1) == targets).float() * is_written).sum() / is_written.sum().clamp_min(1.0)
 
 
-def _draft_losses(model: NanoModel, phase: Phase, hidden: Tensor, tokens: Tensor, marks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss over the recycled steps, the first step's accuracy (last step's in the draft phases), the indexer's losses."""
+def _draft_losses(
+    model: NanoModel, phase: Phase, hidden: Tensor, tokens: Tensor, marks: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss over the recycled steps, the accuracy of the last of them, the indexer's losses."""
     logits, index_losses = model.mtp(hidden, tokens, marks, phase.draft_steps, learn_index=phase.learn_index)
     reach = torch.arange(tokens.shape[1], device=tokens.device)
     follows = _position_weights(marks.roll(-1, 1))
@@ -82,13 +85,13 @@ def _draft_losses(model: NanoModel, phase: Phase, hidden: Tensor, tokens: Tensor
         factor = _STEP_DECAY**step
         loss = loss + factor * _weighted_loss(step_logits, targets, weights)
         total += factor
-        accuracy = _written_accuracy(step_logits, targets, target_marks)
+        accuracy = _written_accuracy(step_logits, targets, target_marks)  # the last step's stays
     extra = index_losses[0] if index_losses else logits[0].new_zeros(2)
     return loss / total, accuracy, extra
 
 
 def _bucket_loss(model: NanoModel, phase: Phase, tokens: Tensor, marks: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss of one bucket and its metrics [5]: LM loss, LM accuracy, draft loss, draft accuracy, selected-set KL."""
+    """Loss of one bucket and its metrics [5]: LM loss and accuracy, draft loss and accuracy, KL on the selected set."""
     zero = torch.zeros((), device=tokens.device)
     lm_loss = accuracy = draft_loss = draft_accuracy = index_loss = zero
     total = zero
@@ -121,9 +124,10 @@ def _trainable(model: NanoModel, trains: str) -> list[tuple[str, nn.Parameter]]:
     chosen = []
     for name, parameter in model.named_parameters():
         is_draft, is_index = name.startswith(mtp), ".indexer." in name
-        wanted = ("draft" in trains if is_draft else "index" in trains) if is_index else ("draft" if is_draft else "trunk") in trains
-        if is_draft and is_index and trains == "trunk+draft":
-            wanted = False
+        if is_index:  # the draft's indexer learns with the frozen trunk only
+            wanted = trains == "draft" if is_draft else "index" in trains
+        else:
+            wanted = ("draft" if is_draft else "trunk") in trains
         parameter.requires_grad_(wanted)
         if wanted:
             chosen.append((name, parameter))
@@ -141,9 +145,12 @@ class _Stepper:
         plain = [p for _, p in named if p.dim() <= 1]
         on_gpu = device.type == "cuda"
         self.lr: Tensor | float = torch.tensor(0.0, device=device) if on_gpu else 0.0
-        options = {"lr": self.lr, "betas": (0.9, 0.95), "fused": on_gpu, "capturable": on_gpu}
         self.optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": 0.02}, {"params": plain, "weight_decay": 0.0}], **options
+            [{"params": decayed, "weight_decay": 0.02}, {"params": plain, "weight_decay": 0.0}],
+            lr=self.lr,
+            betas=(0.9, 0.95),
+            fused=on_gpu,
+            capturable=on_gpu,
         )
         self.routers = [m.gate for m in model.modules() if isinstance(m, MoE)]
         self.balance = torch.zeros((), device=device)
@@ -207,8 +214,10 @@ def _learning_rate(phase: Phase, progress: float) -> float:
     return phase.peak * warm * (phase.last + (1 - phase.last) * (1 - progress))
 
 
-def _run_phase(stepper: _Stepper, stream: Iterator[list[Batch]], seconds: float, log: Callable[[str], None]) -> dict[str, object]:
-    phase, started, steps, history = stepper.phase, time.monotonic(), 0, []
+def _run_phase(
+    stepper: _Stepper, stream: Iterator[list[Batch]], seconds: float, log: Callable[[str], None]
+) -> dict[str, object]:
+    phase, started, steps = stepper.phase, time.monotonic(), 0
     on_gpu, next_log, rate_started, rate_steps = stepper.balance.is_cuda, 0.0, 0.0, 0
     while (elapsed := time.monotonic() - started) < seconds or steps == 0:
         progress = min(elapsed / seconds, 1.0)
@@ -230,17 +239,32 @@ def _run_phase(stepper: _Stepper, stream: Iterator[list[Batch]], seconds: float,
             torch.cuda.synchronize()
         if elapsed >= next_log:
             values = stepper.metrics.cpu().tolist()
-            history.append({"seconds": round(elapsed, 1), "step": steps, "metrics": values})
             shown = " | ".join(" ".join(f"{v:.3f}" for v in row) for row in values)
             speed = (steps - rate_steps) / max(elapsed - rate_started, 1e-3)
             log(f"{phase.name:11s} {elapsed:6.1f}s step {steps:5d} {speed:5.1f}/s  {shown}")
             next_log = elapsed + max(seconds / 12, 1.0)
     values = stepper.metrics.cpu().tolist()
-    return {"name": phase.name, "steps": steps, "seconds": round(time.monotonic() - started, 1), "final_metrics": values}
+    final = [[round(value, 4) for value in row] for row in values]
+    return {
+        "name": phase.name,
+        "steps": steps,
+        "seconds": round(time.monotonic() - started, 1),
+        "final_metrics": final,
+    }
 
 
-def train(model: NanoModel, phases: Sequence[Phase], buckets: tuple[Bucket, ...], stream: Iterator[list[Batch]], seconds: float, log: Callable[[str], None]) -> list[dict[str, object]]:
-    """Run ``phases`` within ``seconds``, shared out in proportion; the model ends on the bfloat16 grid. Returns one record a phase."""
+def train(
+    model: NanoModel,
+    phases: Sequence[Phase],
+    buckets: tuple[Bucket, ...],
+    stream: Iterator[list[Batch]],
+    seconds: float,
+    log: Callable[[str], None],
+) -> list[dict[str, object]]:
+    """Run ``phases`` within ``seconds``, shared out in proportion; the model ends on the bfloat16 grid.
+
+    Returns one record a phase; its ``final_metrics`` hold a row a bucket, see ``_bucket_loss``.
+    """
     device = model.lm_head.weight.device
     model.train()
     records = []

@@ -34,7 +34,7 @@ def tensors(config) -> dict[str, torch.Tensor]:
     found = {}
     for shard in sorted(set(weight_map.values())):
         with safe_open(NANO / shard, framework="pt") as file:
-            for name in file.keys():
+            for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
                 assert weight_map[name] == shard
                 found[name] = file.get_tensor(name)
     assert set(found) == set(weight_map)
@@ -86,7 +86,8 @@ def test_logits_equal_transformers_beyond_index_topk(config, tensors):
     """float32 on both sides; 5e-5 of the logit range covers the different order of sums (width 256, 5 layers)."""
     torch.set_num_threads(1)
     ids = torch.tensor([_long_chat_ids()])
-    theirs = transformers.GlmMoeDsaForCausalLM.from_pretrained(NANO, dtype=torch.float32, attn_implementation="eager").eval()
+    theirs = transformers.GlmMoeDsaForCausalLM.from_pretrained(NANO, dtype=torch.float32, attn_implementation="eager")
+    theirs.eval()
     ours = load_checkpoint(NANO).eval()
     ours.selection = "sparse"
     with torch.no_grad():
