@@ -1,7 +1,7 @@
 """Bindings of indexer.h and attention.h on torch CUDA tensors, with guarded and poisoned memory.
 
-Caches are given as the raw tensors of the headers (bf16, or int8 for FP8) and changed in place. What may go wrong: a refusal
-or CUDA error raises KernelError with the library's words.
+Caches are given as the raw tensors of the headers (bf16, or int8 for FP8) and changed in place. What may go wrong: a
+refusal or CUDA error raises KernelError with the library's words.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ from abi_products import GuardedBuffer, KernelError
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
 
 
+def _fields(names: str, kind: type) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
 class IndexerArgs(ctypes.Structure):
     """GlmIndexerArgs."""
 
     _fields_ = (
-        [(n, _POINTER) for n in ["q", "key_gate", "k_norm_weight", "k_norm_bias", "positions", "row_requests", "block_table", "cache"]]
-        + [("selection", _POINTER), ("scores", _POINTER)]
-        + [(n, _INT) for n in ["num_rows", "num_requests", "pages_per_request", "num_layers", "num_pages", "layer"]]
-        + [(n, _INT) for n in ["num_heads", "head_dim", "rope_dim", "index_topk", "interleaved", "cache_format"]]
-        + [("rope_theta", _FLOAT), ("eps", _FLOAT)]
+        _fields("q key_gate k_norm_weight k_norm_bias positions row_requests block_table cache", _POINTER)
+        + _fields("selection scores", _POINTER)
+        + _fields("num_rows num_requests pages_per_request num_layers num_pages layer", _INT)
+        + _fields("num_heads head_dim rope_dim index_topk interleaved cache_format", _INT)
+        + _fields("rope_theta eps", _FLOAT)
     )
 
 
@@ -33,12 +37,11 @@ class MlaAttentionArgs(ctypes.Structure):
     """GlmMlaAttentionArgs."""
 
     _fields_ = (
-        [(n, _POINTER) for n in ["q", "latent", "kv_norm_weight", "w_uk", "w_uv", "selection", "positions", "row_requests"]]
-        + [(n, _POINTER) for n in ["block_table", "cache", "out"]]
-        + [(n, _INT) for n in ["num_rows", "num_requests", "pages_per_request", "num_layers", "num_pages", "layer"]]
-        + [(n, _INT) for n in ["num_heads", "nope_dim", "rope_dim", "v_dim", "kv_lora", "topk", "latent_width", "column_offset"]]
-        + [(n, _INT) for n in ["interleaved", "cache_format", "num_splits"]]
-        + [("rope_theta", _FLOAT), ("scale", _FLOAT), ("eps", _FLOAT)]
+        _fields("q latent kv_norm_weight w_uk w_uv selection positions row_requests block_table cache out", _POINTER)
+        + _fields("num_rows num_requests pages_per_request num_layers num_pages layer", _INT)
+        + _fields("num_heads nope_dim rope_dim v_dim kv_lora topk latent_width column_offset", _INT)
+        + _fields("interleaved cache_format num_splits", _INT)
+        + _fields("rope_theta scale eps", _FLOAT)
     )
 
 

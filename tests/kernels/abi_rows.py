@@ -110,15 +110,18 @@ def token_logprobs(logits: torch.Tensor, committed: torch.Tensor, top_n: int) ->
     return _finish(outputs)
 
 
+def _fields(names: str, kind: type) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
 class AcceptArgs(ctypes.Structure):
     """GlmAcceptArgs."""
 
     _fields_ = (
-        [(n, ctypes.c_void_p) for n in ["logits", "draft_tokens", "num_drafts", "temperature", "top_k", "top_p", "min_p", "seed"]]
-        + [(n, ctypes.c_void_p) for n in ["sample_offset", "in_thinking_phase", "relaxed_delta"]]
-        + [(n, ctypes.c_void_p) for n in ["num_accepted", "next_tokens", "committed"]]
-        + [(n, ctypes.c_int32) for n in ["num_requests", "num_slots", "vocab_size", "draft_width", "relaxed_topk"]]
-        + [("num_thinking_end_ids", ctypes.c_int32), ("thinking_end_ids", ctypes.c_int32 * 8)]
+        _fields("logits draft_tokens num_drafts temperature top_k top_p min_p seed", ctypes.c_void_p)
+        + _fields("sample_offset in_thinking_phase relaxed_delta num_accepted next_tokens committed", ctypes.c_void_p)
+        + _fields("num_requests num_slots vocab_size draft_width relaxed_topk num_thinking_end_ids", ctypes.c_int32)
+        + [("thinking_end_ids", ctypes.c_int32 * 8)]
     )
 
 

@@ -75,6 +75,8 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, limit: float, what
     error = (found.double() - expected).norm(dim=-1)
     size = expected.norm(dim=-1).clamp(min=1e-6)
     ratio = error / size
+    if ratio.numel() == 0:
+        return
     worst = int(torch.where(ratio.isnan(), torch.inf, ratio).argmax())
     value = float(ratio.flatten()[worst])
     assert value <= limit, f"{what}: row {worst} is off by {value:.3e} of its norm, limit {limit:.1e}"

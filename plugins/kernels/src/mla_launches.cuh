@@ -27,9 +27,9 @@ __device__ inline int64_t cache_slot(const int32_t* request_pages, int num_pages
 
 // Parts of the attention that every implementation shares: `row0` and `num_rows` cut a block of rows out of the call.
 // absorbed_q  bf16 [num_rows, num_heads, kv_lora + rope_dim]  out
-int launch_mla_write_latents(const GlmMlaAttentionArgs& args, cudaStream_t stream);
-int launch_mla_rotate_q(const GlmMlaAttentionArgs& args, int row0, int num_rows, void* absorbed_q, cudaStream_t stream);
-int launch_mla_absorb_q(const GlmMlaAttentionArgs& args, int row0, int num_rows, void* absorbed_q, cudaStream_t stream);
+// Also writes the latents of rows 0 .. num_written_rows of the call.
+int launch_mla_prepare(const GlmMlaAttentionArgs& args, int row0, int num_rows, int num_written_rows, void* absorbed_q,
+                       cudaStream_t stream);
 // attended  bf16 [num_rows, num_heads, kv_lora]  in;  writes args.out
 int launch_mla_project_out(const GlmMlaAttentionArgs& args, int row0, int num_rows, const void* attended,
                            cudaStream_t stream);

@@ -1,6 +1,6 @@
 // Sparse MLA over a selection list on Hopper: one block = one row, 64 heads, one split of the list.
 //
-// Warpgroup 2 gathers 64-key tiles into a ring of two (and dequantises FP8 rows to bf16); warpgroup 0 computes the
+// Warpgroup 2 (and 3 for FP8) gathers 64-key tiles into a ring of two, widened to bf16; warpgroup 0 computes the
 // scores of a tile, its softmax, and lanes 0..255 of the output; warpgroup 1 computes lanes 256..511 from the
 // probabilities that warpgroup 0 leaves in shared memory.
 //
@@ -14,6 +14,7 @@
 #include <cuda_bf16.h>
 #include <math_constants.h>
 
+#include "dependent_launch.cuh"
 #include "mla_launches.cuh"
 #include "refusal.h"
 #include "sm90_wgmma.cuh"
@@ -23,7 +24,7 @@ namespace glm {
 namespace {
 
 constexpr int kWarpgroup = 128;
-constexpr int kThreads = 3 * kWarpgroup;
+constexpr int kMathThreads = 2 * kWarpgroup;
 constexpr int kHeads = 64;
 constexpr int kTile = 64;
 constexpr int kLatent = 512;
@@ -45,7 +46,7 @@ struct SharedMemory {
   uint64_t full[kStages], empty[kStages];
 };
 static_assert(sizeof(SharedMemory) <= 227 * 1024, "a block has 227 KB of shared memory on sm_90");
-static_assert(kLatent == 2 * 256, "each math warpgroup owns 256 output lanes, the widest wgmma");
+static_assert(kLatent == 2 * 2 * 128, "each math warpgroup owns 256 output lanes in two accumulators");
 
 struct AttendArgs {
   const __nv_bfloat16* absorbed_q;
@@ -86,28 +87,37 @@ __device__ void named_arrive() {
 // Byte offset of a 16-byte chunk in a swizzled block of 128-byte rows.
 __device__ uint32_t swizzled(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
-// What the gathering thread knows of its four keys of a tile (key = 16 i + thread / 8).
+// Threads that gather: FP8 rows must be widened, which keeps two warpgroups busy.
+template <bool kFp8>
+constexpr int kGatherThreads = (kFp8 ? 2 : 1) * kWarpgroup;
+
+// What a gathering thread knows of its keys of a tile: eight threads a key, key = kStride i + thread / 8.
+template <bool kFp8>
 struct TileRows {
-  int64_t slot[4];
+  static constexpr int kStride = kGatherThreads<kFp8> / 8;
+  static constexpr int kCount = kTile / kStride;
+  int64_t slot[kCount];
 };
 
-__device__ TileRows find_rows(const AttendArgs& args, const int32_t* list, const int32_t* pages, int position, int tile,
-                              int thread) {
-  TileRows rows;
+template <bool kFp8>
+__device__ TileRows<kFp8> find_rows(const AttendArgs& args, const int32_t* list, const int32_t* pages, int position,
+                                    int tile, int thread) {
+  TileRows<kFp8> rows;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int entry = tile * kTile + i * 16 + thread / 8;
+  for (int i = 0; i < rows.kCount; ++i) {
+    const int entry = tile * kTile + i * rows.kStride + thread / 8;
     const int key = entry < args.topk ? __ldg(list + entry) : -1;
     rows.slot[i] = key >= 0 && key <= position ? cache_slot(pages, args.num_pages, key) : -1;
   }
   return rows;
 }
 
-__device__ void gather_bf16(const AttendArgs& args, const TileRows& rows, uint8_t (*tile)[kBlockBytes], int thread) {
+__device__ void gather_bf16(const AttendArgs& args, const TileRows<false>& rows, uint8_t (*tile)[kBlockBytes],
+                            int thread) {
   const int chunk = thread % 8;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int key = i * 16 + thread / 8;
+  for (int i = 0; i < rows.kCount; ++i) {
+    const int key = i * rows.kStride + thread / 8;
     const bool valid = rows.slot[i] >= 0;
     const uint8_t* source = args.layer + (valid ? rows.slot[i] : 0) * (2 * kWidth) + chunk * 16;
     const uint32_t target = shared_address(tile) + swizzled(key, chunk);
@@ -119,47 +129,45 @@ __device__ void gather_bf16(const AttendArgs& args, const TileRows& rows, uint8_
   copy_async_commit();
 }
 
-__device__ void gather_fp8(const AttendArgs& args, const TileRows& rows, uint8_t (*tile)[kBlockBytes], int thread) {
+__device__ void gather_fp8(const AttendArgs& args, const TileRows<true>& rows, uint8_t (*tile)[kBlockBytes],
+                           int thread) {
   const int part = thread % 8;
 #pragma unroll
-  for (int i0 = 0; i0 < 4; i0 += 2) {
-    uint4 bytes[2][4], rope[2];
-    float4 scales[2];
+  for (int i = 0; i < rows.kCount; ++i) {
+    const int64_t slot = rows.slot[i];
+    const int key = i * rows.kStride + thread / 8;
+    const uint8_t* source = args.layer + (slot < 0 ? 0 : slot) * kFp8RowBytes;
+    const uint4 zero = make_uint4(0u, 0u, 0u, 0u);
+    uint4 bytes[4];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int64_t slot = rows.slot[i0 + i];
-      const uint8_t* source = args.layer + (slot < 0 ? 0 : slot) * kFp8RowBytes;
-      const uint4 zero = make_uint4(0u, 0u, 0u, 0u);
-#pragma unroll
-      for (int group = 0; group < 4; ++group) {
-        bytes[i][group] = slot < 0 ? zero : __ldg(reinterpret_cast<const uint4*>(source + group * 128 + part * 16));
-      }
-      scales[i] = slot < 0 ? make_float4(0.f, 0.f, 0.f, 0.f) : __ldg(reinterpret_cast<const float4*>(source + kLatent));
-      rope[i] = slot < 0 ? zero : __ldg(reinterpret_cast<const uint4*>(source + kLatent + 16 + part * 16));
+    for (int group = 0; group < 4; ++group) {
+      bytes[group] = slot < 0 ? zero : *reinterpret_cast<const uint4*>(source + group * 128 + part * 16);
     }
+    const float4 scales =
+        slot < 0 ? make_float4(0.f, 0.f, 0.f, 0.f) : *reinterpret_cast<const float4*>(source + kLatent);
+    const uint4 rope = slot < 0 ? zero : *reinterpret_cast<const uint4*>(source + kLatent + 16 + part * 16);
+    const float group_scale[4] = {scales.x, scales.y, scales.z, scales.w};
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int key = (i0 + i) * 16 + thread / 8;
-      const float group_scale[4] = {scales[i].x, scales[i].y, scales[i].z, scales[i].w};
-#pragma unroll
-      for (int group = 0; group < 4; ++group) {
-        const uint4 b = bytes[i][group];
-        const uint2 v0 = dequantise_e4m3x4(b.x, group_scale[group]), v1 = dequantise_e4m3x4(b.y, group_scale[group]);
-        const uint2 v2 = dequantise_e4m3x4(b.z, group_scale[group]), v3 = dequantise_e4m3x4(b.w, group_scale[group]);
-        uint8_t* block = tile[group * 2 + part / 4];
-        const int chunk = part % 4 * 2;
-        *reinterpret_cast<uint4*>(block + swizzled(key, chunk)) = make_uint4(v0.x, v0.y, v1.x, v1.y);
-        *reinterpret_cast<uint4*>(block + swizzled(key, chunk + 1)) = make_uint4(v2.x, v2.y, v3.x, v3.y);
-      }
-      *reinterpret_cast<uint4*>(tile[kBlocks - 1] + swizzled(key, part)) = rope[i];
+    for (int group = 0; group < 4; ++group) {
+      const uint4 b = bytes[group];
+      const uint2 v0 = dequantise_e4m3x4(b.x, group_scale[group]), v1 = dequantise_e4m3x4(b.y, group_scale[group]);
+      const uint2 v2 = dequantise_e4m3x4(b.z, group_scale[group]), v3 = dequantise_e4m3x4(b.w, group_scale[group]);
+      uint8_t* block = tile[group * 2 + part / 4];
+      const int chunk = part % 4 * 2;
+      *reinterpret_cast<uint4*>(block + swizzled(key, chunk)) = make_uint4(v0.x, v0.y, v1.x, v1.y);
+      *reinterpret_cast<uint4*>(block + swizzled(key, chunk + 1)) = make_uint4(v2.x, v2.y, v3.x, v3.y);
     }
+    *reinterpret_cast<uint4*>(tile[kBlocks - 1] + swizzled(key, part)) = rope;
   }
 }
 
-__device__ void write_bias(const TileRows& rows, float* bias, int thread) {
+template <bool kFp8>
+__device__ void write_bias(const TileRows<kFp8>& rows, float* bias, int thread) {
   if (thread % 8 == 0) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) bias[i * 16 + thread / 8] = rows.slot[i] >= 0 ? 0.f : -CUDART_INF_F;
+    for (int i = 0; i < rows.kCount; ++i) {
+      bias[i * rows.kStride + thread / 8] = rows.slot[i] >= 0 ? 0.f : -CUDART_INF_F;
+    }
   }
 }
 
@@ -167,7 +175,7 @@ template <bool kFp8>
 __device__ void run_gather(const AttendArgs& args, SharedMemory& shared, const int32_t* list, const int32_t* pages,
                            int position, int first_tile, int num_tiles, int thread) {
   if (num_tiles == 0) return;
-  TileRows rows = find_rows(args, list, pages, position, first_tile, thread);
+  TileRows<kFp8> rows = find_rows<kFp8>(args, list, pages, position, first_tile, thread);
   const auto publish = [&](int stage) {
     fence_shared_for_wgmma();
     barrier_arrive(&shared.full[stage]);
@@ -175,14 +183,14 @@ __device__ void run_gather(const AttendArgs& args, SharedMemory& shared, const i
   for (int i = 0; i < num_tiles; ++i) {
     const int stage = i % kStages;
     if (i >= kStages) barrier_wait(&shared.empty[stage], (i / kStages - 1) & 1);
-    write_bias(rows, shared.bias[stage], thread);
+    write_bias<kFp8>(rows, shared.bias[stage], thread);
     if constexpr (kFp8) {
       gather_fp8(args, rows, shared.keys[stage], thread);
-      if (i + 1 < num_tiles) rows = find_rows(args, list, pages, position, first_tile + i + 1, thread);
+      if (i + 1 < num_tiles) rows = find_rows<kFp8>(args, list, pages, position, first_tile + i + 1, thread);
       publish(stage);
     } else {
       gather_bf16(args, rows, shared.keys[stage], thread);
-      if (i + 1 < num_tiles) rows = find_rows(args, list, pages, position, first_tile + i + 1, thread);
+      if (i + 1 < num_tiles) rows = find_rows<kFp8>(args, list, pages, position, first_tile + i + 1, thread);
       // The first two tiles travel together; later ones can only start once a stage is free, long after the tile before.
       if (i == 0 && num_tiles > 1) continue;
       if (i == 1) {
@@ -209,9 +217,19 @@ __device__ void issue_scores(SharedMemory& shared, int stage, float (&scores)[32
   }
 }
 
+// Prepares the output so far for a tile with a new maximum.
+__device__ void rescale_sums(float (&sums)[2][64], const float (&rescale)[2]) {
+#pragma unroll
+  for (int part = 0; part < 2; ++part) {
+#pragma unroll
+    for (int e = 0; e < 64; ++e) sums[part][e] *= rescale[e % 4 / 2];
+    wgmma_fence_registers(sums[part]);
+  }
+}
+
 // Warpgroup's half of the results: normalised rows, or the split's sums.
-__device__ void write_output(const AttendArgs& args, int row, int split, int head0, int lane0, const float (&sums)[128],
-                             const float (&denominator)[2], const float (&row_max)[2], int thread) {
+__device__ void write_output(const AttendArgs& args, int row, int split, int head0, int lane0,
+                             const float (&sums)[2][64], const float (&denominator)[2], const float (&row_max)[2], int thread) {
   const int warp = thread / 32, lane = thread % 32;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -223,7 +241,7 @@ __device__ void write_output(const AttendArgs& args, int row, int split, int hea
 #pragma unroll
       for (int j = 0; j < 32; ++j) {
         *reinterpret_cast<uint32_t*>(target + 8 * j) =
-            pack_bf16(sums[4 * j + 2 * half] * inverse, sums[4 * j + 2 * half + 1] * inverse);
+            pack_bf16(sums[j / 16][4 * (j % 16) + 2 * half] * inverse, sums[j / 16][4 * (j % 16) + 2 * half + 1] * inverse);
       }
     } else {
       const int64_t part = ((int64_t)row * args.partials.num_splits + split) * args.num_heads + head;
@@ -231,7 +249,7 @@ __device__ void write_output(const AttendArgs& args, int row, int split, int hea
       float* target = args.partials.sums + part * kLatent + column0;
 #pragma unroll
       for (int j = 0; j < 32; ++j) {
-        *reinterpret_cast<float2*>(target + 8 * j) = make_float2(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
+        *reinterpret_cast<float2*>(target + 8 * j) = make_float2(sums[j / 16][4 * (j % 16) + 2 * half], sums[j / 16][4 * (j % 16) + 2 * half + 1]);
       }
     }
   }
@@ -240,9 +258,7 @@ __device__ void write_output(const AttendArgs& args, int row, int split, int hea
 __device__ void run_scores_and_left(const AttendArgs& args, SharedMemory& shared, int row, int split, int head0,
                                     int num_tiles, int thread) {
   const int warp = thread / 32, lane = thread % 32;
-  float sums[128];
-#pragma unroll
-  for (int i = 0; i < 128; ++i) sums[i] = 0.f;
+  float sums[2][64] = {};
   float row_max[2] = {-CUDART_INF_F, -CUDART_INF_F}, row_sum[2] = {0.f, 0.f};
 
   for (int i = 0; i < num_tiles; ++i) {
@@ -301,16 +317,18 @@ __device__ void run_scores_and_left(const AttendArgs& args, SharedMemory& shared
     }
     fence_shared_for_wgmma();
     named_arrive<1>();
-#pragma unroll
-    for (int e = 0; e < 128; ++e) sums[e] *= rescale[e % 4 / 2];
-    wgmma_fence_registers(sums);
+    rescale_sums(sums, rescale);
     wgmma_fence();
     const uint64_t values = descriptor_n_major(shared_address(shared.keys[stage]), kBlockBytes);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) wgmma_64x256x16_n_major(sums, packed[k], values + ((k * 2048) >> 4), true);
+    for (int k = 0; k < 4; ++k) {
+      wgmma_64x128x16_n_major(sums[0], packed[k], values + ((k * 2048) >> 4), true);
+      wgmma_64x128x16_n_major(sums[1], packed[k], values + ((2 * kBlockBytes + k * 2048) >> 4), true);
+    }
     wgmma_commit();
     wgmma_wait<0>();
-    wgmma_fence_registers(sums);
+    wgmma_fence_registers(sums[0]);
+    wgmma_fence_registers(sums[1]);
     barrier_arrive(&shared.empty[stage]);
   }
 #pragma unroll
@@ -327,27 +345,26 @@ __device__ void run_right(const AttendArgs& args, SharedMemory& shared, int row,
                           int thread) {
   const int warp = thread / 32, lane = thread % 32;
   const int head = warp * 16 + lane / 4;
-  float sums[128];
-#pragma unroll
-  for (int i = 0; i < 128; ++i) sums[i] = 0.f;
+  float sums[2][64] = {};
   for (int i = 0; i < num_tiles; ++i) {
     const int stage = i % kStages;
     barrier_wait(&shared.full[stage], (i / kStages) & 1);
     named_sync<1>();
     const float rescale[2] = {shared.rescale[head], shared.rescale[head + 8]};
-#pragma unroll
-    for (int e = 0; e < 128; ++e) sums[e] *= rescale[e % 4 / 2];
-    wgmma_fence_registers(sums);
+    rescale_sums(sums, rescale);
     wgmma_fence();
     const uint64_t probabilities = descriptor_k_major(shared_address(shared.probabilities));
     const uint64_t values = descriptor_n_major(shared_address(shared.keys[stage][4]), kBlockBytes);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      wgmma_64x256x16_n_major(sums, probabilities + ((k * 32) >> 4), values + ((k * 2048) >> 4), true);
+      wgmma_64x128x16_n_major(sums[0], probabilities + ((k * 32) >> 4), values + ((k * 2048) >> 4), true);
+      wgmma_64x128x16_n_major(sums[1], probabilities + ((k * 32) >> 4), values + ((2 * kBlockBytes + k * 2048) >> 4),
+                              true);
     }
     wgmma_commit();
     wgmma_wait<0>();
-    wgmma_fence_registers(sums);
+    wgmma_fence_registers(sums[0]);
+    wgmma_fence_registers(sums[1]);
     if (i + 1 < num_tiles) named_arrive<2>();
     barrier_arrive(&shared.empty[stage]);
   }
@@ -357,13 +374,38 @@ __device__ void run_right(const AttendArgs& args, SharedMemory& shared, int row,
   write_output(args, row, split, head0, 256, sums, denominator, unused, thread);
 }
 
+// The math warpgroups' share of the prologue: q of the block, [64 heads x 576], to shared memory.
+__device__ void load_q(const AttendArgs& args, SharedMemory& shared, int row, int head0) {
+  const __nv_bfloat16* q = args.absorbed_q + ((int64_t)row * args.num_heads + head0) * kWidth;
+  for (int index = threadIdx.x; index < kHeads * kBlocks * 8; index += kMathThreads) {
+    const int head = index / (kBlocks * 8), block = index % (kBlocks * 8) / 8, chunk = index % 8;
+    copy_async_16(shared_address(shared.q[block]) + swizzled(head, chunk), q + head * kWidth + block * 64 + chunk * 8,
+                  true);
+  }
+  copy_async_commit();
+  copy_async_wait<0>();
+  fence_shared_for_wgmma();
+  named_sync<1>();
+}
+
 template <bool kFp8>
-__global__ void __launch_bounds__(kThreads, 1) attend_kernel(const __grid_constant__ AttendArgs args) {
+__global__ void __launch_bounds__(kMathThreads + kGatherThreads<kFp8>, 1)
+    attend_kernel(const __grid_constant__ AttendArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   SharedMemory& shared = *reinterpret_cast<SharedMemory*>(shared_bytes);
   const int split = blockIdx.x, head0 = blockIdx.y * kHeads, row = blockIdx.z;
   const int warpgroup = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      barrier_init(&shared.full[stage], kGatherThreads<kFp8>);
+      barrier_init(&shared.empty[stage], kMathThreads);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+  }
+  __syncthreads();
+  allow_next_kernel();
+  wait_for_previous_kernels();
   const int request = args.row_requests[row], position = args.positions[row];
   const bool padding = (unsigned)request >= (unsigned)args.num_requests ||
                        (unsigned)position >= (unsigned)(args.pages_per_request * GLM_PAGE_SIZE);
@@ -371,36 +413,20 @@ __global__ void __launch_bounds__(kThreads, 1) attend_kernel(const __grid_consta
   const int list_tiles = padding ? 0 : (min(args.topk, position + 1) + kTile - 1) / kTile;
   const int first_tile = split * args.tiles_per_split;
   const int num_tiles = max(min(args.tiles_per_split, list_tiles - first_tile), 0);
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < kStages; ++stage) {
-      barrier_init(&shared.full[stage], kWarpgroup);
-      barrier_init(&shared.empty[stage], 2 * kWarpgroup);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
-  }
-  if (num_tiles > 0) {
-    const __nv_bfloat16* q = args.absorbed_q + ((int64_t)row * args.num_heads + head0) * kWidth;
-    for (int index = threadIdx.x; index < kHeads * kBlocks * 8; index += kThreads) {
-      const int head = index / (kBlocks * 8), block = index % (kBlocks * 8) / 8, chunk = index % 8;
-      copy_async_16(shared_address(shared.q[block]) + swizzled(head, chunk), q + head * kWidth + block * 64 + chunk * 8,
-                    true);
-    }
-    copy_async_commit();
-    copy_async_wait<0>();
-    fence_shared_for_wgmma();
-  }
-  __syncthreads();
 
-  if (warpgroup == 2) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kFp8 ? 104 : 72));
+  // Registers: 65536 on a multiprocessor; 2 x 128 x 216 + 128 x 72 and 2 x 128 x 200 + 256 x 56 fit.
+  if (warpgroup >= 2) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kFp8 ? 56 : 72));
     const int32_t* list = args.selection + (int64_t)row * args.topk;
     const int32_t* pages = args.block_table + (int64_t)(padding ? 0 : request) * args.pages_per_request;
-    run_gather<kFp8>(args, shared, list, pages, position, first_tile, num_tiles, thread);
+    run_gather<kFp8>(args, shared, list, pages, position, first_tile, num_tiles, threadIdx.x - kMathThreads);
   } else if (warpgroup == 0) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kFp8 ? 200 : 216));
+    if (num_tiles > 0) load_q(args, shared, row, head0);
     run_scores_and_left(args, shared, row, split, head0, num_tiles, thread);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kFp8 ? 200 : 216));
+    if (num_tiles > 0) load_q(args, shared, row, head0);
     run_right(args, shared, row, split, head0, num_tiles, thread);
   }
 #else
@@ -440,11 +466,12 @@ int launch_mla_attend_sm90(const GlmMlaAttentionArgs& args, int row0, int num_ro
                              args.topk,
                              (total_tiles + partials.num_splits - 1) / partials.num_splits,
                              args.scale * kLog2e};
-  const auto kernel = args.cache_format == GLM_CACHE_FP8 ? attend_kernel<true> : attend_kernel<false>;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SharedMemory));
-  kernel<<<dim3(partials.num_splits, args.num_heads / kHeads, num_rows), kThreads, sizeof(SharedMemory), stream>>>(
-      attend);
-  return launch_status("glm_mla_attention");
+  const dim3 grid(partials.num_splits, args.num_heads / kHeads, num_rows);
+  const auto launch = [&](auto kernel, int threads) {
+    return launch_dependent("glm_mla_attention", kernel, grid, threads, (int)sizeof(SharedMemory), stream, 1, attend);
+  };
+  return args.cache_format == GLM_CACHE_FP8 ? launch(attend_kernel<true>, kMathThreads + kGatherThreads<true>)
+                                            : launch(attend_kernel<false>, kMathThreads + kGatherThreads<false>);
 }
 
 }  // namespace glm

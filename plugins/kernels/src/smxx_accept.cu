@@ -1,10 +1,11 @@
 // GlmAccept: one sample for each slot (a cluster of 8 blocks a logits row), then the acceptance rule (a thread a request).
 //
 // Nothing is sorted. top-k and top-p both keep the best-ranked ids while the measure of better-ranked ones (count, or
-// weight) stays below a target; the border is found by histograms over a coarse linear bin of the logit, then over the
-// digits of its order-preserving key. The border is a key plus how many of its equals are kept, lowest ids first.
-// Bound: memory once (16 rows of 154880 are 9.9 MB, 2.3 us); then latency of about two cluster exchanges plus five for
-// each active border, 1 to 2 us each.
+// weight) stays below a target; the border is found by a histogram over 256 linear bins of the logit, one over 256 parts
+// of the bin that holds it, and a direct comparison of the few ids left there (or, when many are left, histograms over the
+// digits of the order-preserving key). The border is a key plus how many of its equals are kept, lowest ids first.
+// Bound: memory once (16 rows of 154880 are 9.9 MB, 2.3 us); then latency of three cluster exchanges plus four for each
+// active border, 1 to 2 us each.
 #include <cooperative_groups.h>
 
 #include "glm_kernels/sampling.h"
@@ -17,12 +18,13 @@ namespace {
 constexpr float kGreedyBelow = 1e-5f;
 constexpr int kBins = 256;
 constexpr float kCoarseRange = 28.f;  // in units of temperature: below e^-28 weights vanish
+constexpr int kCandidates = 256;      // ids of a whole row that are compared directly
 
 struct SlotResult {
   int32_t sample, best, has_nan, relaxed_accepted;
 };
 
-// Weights are added by 32-bit atomics in three parts of 14 bits; a block adds at most 2^17 ids to a bin.
+// Weights are added by 32-bit atomics in three parts of 14 bits; a block adds at most 49152 ids to a bin.
 struct Histogram {
   uint32_t count[kBins];
   uint32_t part[3][kBins];
@@ -34,7 +36,12 @@ struct SharedState {
   uint64_t scan_totals[kBins / 32];
   uint64_t warp_equal[kRowWarps], warp_weight[kRowWarps];
   uint64_t chosen_before;
-  uint32_t chosen_bin;
+  uint32_t chosen_bin, chosen_count;
+  uint32_t num_candidates, candidates[kCandidates];  // keys of this block; read by the cluster
+  uint32_t all_candidates[kCandidates];
+  uint64_t measures[kCandidates];
+  uint32_t border_key;
+  uint64_t border_equal;
 };
 
 // Ids kept so far: key above `key`, and the first `num_equal` ids whose key equals it.
@@ -77,29 +84,34 @@ __device__ uint64_t ceil_of_fraction(float fraction, uint64_t total) {
   return floor_value + (low << (64 - shift) != 0);
 }
 
+// Place of a logit in the two linear histograms; both bins fall when the logit falls.
+struct LinearBins {
+  int coarse, fine;
+};
+
 struct RowSampler {
   VocabularyRow row;
   SharedState& state;
-  float maximum, temperature;
-  int buffer;  // histogram to fill next; it is clear
+  float maximum, scale;   // scale = log2(e) / temperature
+  float bins_per_logit;
+  int buffer;             // histogram to fill next; it is clear
 
-  __device__ uint64_t weight(float logit) const { return fixed_weight(logit, maximum, temperature); }
+  __device__ uint64_t weight(float logit) const { return fixed_weight(logit, maximum, scale); }
 
-  __device__ int coarse_bin(float logit) const {
-    if (logit == maximum) return 0;
-    return (int)fminf((maximum - logit) * ((kBins - 1) / kCoarseRange) / temperature, (float)(kBins - 1));
+  __device__ LinearBins linear_bins(float logit) const {
+    const float place = logit == maximum ? 0.f : fminf((maximum - logit) * bins_per_logit, 1e9f);
+    const float coarse = fminf(floorf(place), (float)(kBins - 1));
+    return {(int)coarse, (int)fminf((place - coarse) * kBins, (float)(kBins - 1))};
   }
 
-  // Adds this thread's elements that pass `member` to the current histogram.
-  template <bool kByWeight, typename Member, typename Bin>
-  __device__ void fill(Member member, Bin bin_of) {
+  // Adds this thread's ids for which bin_of(logit) >= 0 to the current histogram.
+  template <bool kByWeight, typename Bin>
+  __device__ void fill(Bin bin_of) {
     Histogram& histogram = state.histograms[buffer];
     for (int i = threadIdx.x; i < row.count; i += kRowThreads) {
       const float logit = row.at(i);
-      const int coarse = coarse_bin(logit);
-      const uint32_t key = logit_key(logit);
-      if (!member(coarse, key)) continue;
-      const int bin = bin_of(coarse, key);
+      const int bin = bin_of(logit);
+      if (bin < 0) continue;
       atomicAdd(&histogram.count[bin], 1u);
       if constexpr (kByWeight) {
         const uint64_t value = weight(logit);
@@ -119,16 +131,18 @@ struct RowSampler {
     cluster.sync();
     const int bin = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     uint64_t value = 0, inclusive = 0;
+    uint32_t count = 0;
     if (bin < kBins) {
+#pragma unroll
       for (int block = 0; block < kRowBlocks; ++block) {
         const Histogram* histogram = cluster.map_shared_rank(&state.histograms[buffer], block);
+        count += histogram->count[bin];
         if constexpr (kByWeight) {
           value += (uint64_t)histogram->part[0][bin] + ((uint64_t)histogram->part[1][bin] << 14) +
                    ((uint64_t)histogram->part[2][bin] << 28);
-        } else {
-          value += histogram->count[bin];
         }
       }
+      if constexpr (!kByWeight) value = count;
       inclusive = value;
 #pragma unroll
       for (int offset = 1; offset < 32; offset *= 2) {
@@ -144,6 +158,7 @@ struct RowSampler {
       if (before < target && target <= before + value) {
         state.chosen_bin = bin;
         state.chosen_before = before;
+        state.chosen_count = count;
       }
     }
     // The other histogram was last read before the synchronisation above.
@@ -153,41 +168,97 @@ struct RowSampler {
     __syncthreads();
   }
 
-  // The border that keeps ids while the measure of better-ranked ids is below target (1 <= target <= whole measure).
+  // Ends the search among at most kCandidates ids of the row, those in `bins`: every block collects all their keys.
   template <bool kByWeight>
-  __device__ Border find_border(uint64_t target) {
-    fill<kByWeight>([](int, uint32_t) { return true; }, [](int coarse, uint32_t) { return coarse; });
-    choose<kByWeight>(target);
-    const int coarse_chosen = state.chosen_bin;
-    target -= state.chosen_before;
-    uint32_t prefix = 0;
+  __device__ Border compare_candidates(LinearBins bins, uint64_t target) {
+    for (int i = threadIdx.x; i < row.count; i += kRowThreads) {
+      const LinearBins found = linear_bins(row.at(i));
+      if (found.coarse == bins.coarse && found.fine == bins.fine) {
+        state.candidates[atomicAdd(&state.num_candidates, 1u)] = logit_key(row.at(i));
+      }
+    }
+    cg::cluster_group cluster = cg::this_cluster();
+    cluster.sync();
+    uint32_t total = 0;
 #pragma unroll
+    for (int block = 0; block < kRowBlocks; ++block) {
+      const uint32_t count = *cluster.map_shared_rank(&state.num_candidates, block);
+      if (threadIdx.x < count) {
+        const uint32_t key = *cluster.map_shared_rank(&state.candidates[threadIdx.x], block);
+        state.all_candidates[total + threadIdx.x] = key;
+        state.measures[total + threadIdx.x] = kByWeight ? weight(logit_of_key(key)) : 1;
+      }
+      total += count;
+    }
+    __syncthreads();
+    if (threadIdx.x < total) {
+      const uint32_t key = state.all_candidates[threadIdx.x];
+      const uint64_t measure = state.measures[threadIdx.x];
+      uint64_t before = 0, equal = 0;
+      for (uint32_t other = 0; other < total; ++other) {
+        if (state.all_candidates[other] > key) before += state.measures[other];
+        equal += state.all_candidates[other] == key;
+      }
+      // One key fits; its equals all write the same.
+      if (before < target && target <= before + equal * measure) {
+        state.border_key = key;
+        state.border_equal = (target - before + measure - 1) / measure;
+      }
+    }
+    __syncthreads();
+    return {state.border_key, state.border_equal};
+  }
+
+  // Ends the search among any number of ids, those in `bins`: four histograms over the digits of their keys.
+  template <bool kByWeight>
+  __device__ Border descend_digits(LinearBins bins, uint64_t target) {
+    uint32_t prefix = 0;
+#pragma unroll 1
     for (int shift = 24; shift >= 0; shift -= 8) {
-      fill<kByWeight>(
-          [&](int coarse, uint32_t key) {
-            return coarse == coarse_chosen && (shift == 24 || (key >> (shift + 8)) == (prefix >> (shift + 8)));
-          },
-          [&](int, uint32_t key) { return 255 - (int)(key >> shift & 255u); });
+      fill<kByWeight>([&](float logit) {
+        const LinearBins found = linear_bins(logit);
+        const uint32_t key = logit_key(logit);
+        const bool member = found.coarse == bins.coarse && found.fine == bins.fine &&
+                            (shift == 24 || (key >> (shift + 8)) == (prefix >> (shift + 8)));
+        return member ? 255 - (int)(key >> shift & 255u) : -1;
+      });
       choose<kByWeight>(target);
       prefix |= (255u - state.chosen_bin) << shift;
       target -= state.chosen_before;
     }
-    if constexpr (kByWeight) {
-      const uint64_t one = weight(logit_of_key(prefix));
-      return {prefix, (target + one - 1) / one};
-    } else {
-      return {prefix, target};
-    }
+    const uint64_t measure = kByWeight ? weight(logit_of_key(prefix)) : 1;
+    return {prefix, (target + measure - 1) / measure};
+  }
+
+  // The border that keeps ids while the measure of better-ranked ids is below target (1 <= target <= whole measure).
+  template <bool kByWeight>
+  __device__ Border find_border(uint64_t target) {
+    if (threadIdx.x == 0) state.num_candidates = 0;
+    LinearBins bins;
+    fill<kByWeight>([&](float logit) { return linear_bins(logit).coarse; });
+    choose<kByWeight>(target);
+    bins.coarse = state.chosen_bin;
+    target -= state.chosen_before;
+    fill<kByWeight>([&](float logit) {
+      const LinearBins found = linear_bins(logit);
+      return found.coarse == bins.coarse ? found.fine : -1;
+    });
+    choose<kByWeight>(target);
+    bins.fine = state.chosen_bin;
+    target -= state.chosen_before;
+    return state.chosen_count <= kCandidates ? compare_candidates<kByWeight>(bins, target)
+                                             : descend_digits<kByWeight>(bins, target);
   }
 
   // The id drawn by 24 random bits among ids inside the border with at least `floor_weight`; written by one thread.
+  // Overwrites the segment: ids get their kept weight as a float (a multiple of 2^-40 once rounded), others 0.
   __device__ void draw(Border border, uint64_t floor_weight, uint32_t bits, int32_t* sample) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const uint32_t lanes_below = (1u << lane) - 1;
     const int segment = ((row.count + kRowWarps - 1) / kRowWarps + 31) / 32 * 32;
     const int begin = min(warp * segment, row.count), end = min(begin + segment, row.count);
 
-    uint64_t equal_before = 0;
+    uint64_t equals = 0;  // ids before this warp's that equal the border
     if (border.num_equal > 0) {
       uint32_t equal = 0;
       for (int i = begin + lane; i < end; i += 32) equal += logit_key(row.at(i)) == border.key;
@@ -195,60 +266,75 @@ struct RowSampler {
       if (lane == 0) state.warp_equal[warp] = equal;
       __syncthreads();
       uint64_t block_equal = 0, all[kRowBlocks];
+#pragma unroll
       for (int other = 0; other < kRowWarps; ++other) {
-        if (other == warp) equal_before = block_equal;
+        if (other < warp) equals += state.warp_equal[other];
         block_equal += state.warp_equal[other];
       }
       row.gather_blocks(block_equal, all);
-      for (int block = 0; block < row.rank; ++block) equal_before += all[block];
+#pragma unroll
+      for (int block = 0; block < kRowBlocks; ++block) equals += block < row.rank ? all[block] : 0;
     }
 
-    // Weight of element i if kept, else 0; called by whole warps in order, advances `equals`.
-    const auto kept_weight = [&](int i, uint64_t& equals) -> uint64_t {
+    uint64_t warp_total = 0;
+    for (int i0 = begin; i0 < end; i0 += 32) {
+      const int i = i0 + lane;
       const float logit = i < end ? row.at(i) : 0.f;
       const uint32_t key = logit_key(logit);
-      const uint32_t same = __ballot_sync(0xffffffffu, i < end && key == border.key);
-      const bool kept = i < end && (key > border.key || (key == border.key && equals + __popc(same & lanes_below) <
-                                                                                  border.num_equal));
-      equals += __popc(same);
-      const uint64_t value = kept ? weight(logit) : 0;
-      return value >= floor_weight ? value : 0;
-    };
-
-    uint64_t warp_total = 0, equals = equal_before;
-    for (int i = begin; i < end; i += 32) warp_total += kept_weight(i + lane, equals);
+      bool kept = key > border.key;
+      if (border.num_equal > 0) {
+        const uint32_t same = __ballot_sync(0xffffffffu, i < end && key == border.key);
+        kept = kept || (key == border.key && equals + __popc(same & lanes_below) < border.num_equal);
+        equals += __popc(same);
+      }
+      if (i < end) {
+        const uint64_t value = kept ? weight(logit) : 0;
+        const bool stays = value >= floor_weight;
+        // A weight has at most 24 significant bits, so the float holds it exactly.
+        row.cached[i] = stays ? __ull2float_rn(value) : 0.f;
+        warp_total += stays ? value : 0;
+      }
+    }
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) warp_total += __shfl_xor_sync(0xffffffffu, warp_total, offset);
     if (lane == 0) state.warp_weight[warp] = warp_total;
     __syncthreads();
     uint64_t before = 0, block_total = 0, total = 0, all[kRowBlocks];
+#pragma unroll
     for (int other = 0; other < kRowWarps; ++other) {
-      if (other == warp) before = block_total;
+      if (other < warp) before += state.warp_weight[other];
       block_total += state.warp_weight[other];
     }
     row.gather_blocks(block_total, all);
+#pragma unroll
     for (int block = 0; block < kRowBlocks; ++block) {
-      if (block < row.rank) before += all[block];
+      before += block < row.rank ? all[block] : 0;
       total += all[block];
     }
     // Running sums are integers, so they exceed u * total exactly when they exceed its floor.
     const uint64_t odd = 2 * (uint64_t)bits + 1;
     const uint64_t point = __umul64hi(total, odd) << 39 | total * odd >> 25;
     if (before > point || point >= before + warp_total) return;
-    equals = equal_before;
-    for (int i = begin; i < end; i += 32) {
-      uint64_t inclusive = kept_weight(i + lane, equals);
+
+    // This warp holds the id: first the lane whose contiguous share holds it, then the lane walks its share.
+    const int share = (end - begin + 31) / 32;
+    const int share_begin = min(begin + lane * share, end), share_end = min(share_begin + share, end);
+    uint64_t share_total = 0;
+    for (int i = share_begin; i < share_end; ++i) share_total += __float2ull_rn(row.cached[i]);
+    uint64_t inclusive = share_total;
 #pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
-        const uint64_t other = __shfl_up_sync(0xffffffffu, inclusive, offset);
-        if (lane >= offset) inclusive += other;
-      }
-      const uint32_t past = __ballot_sync(0xffffffffu, before + inclusive > point);
-      if (past != 0) {
-        if (lane == 0) *sample = row.begin + i + __ffs(past) - 1;
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const uint64_t other = __shfl_up_sync(0xffffffffu, inclusive, offset);
+      if (lane >= offset) inclusive += other;
+    }
+    uint64_t running = before + inclusive - share_total;
+    if (running > point || point >= running + share_total) return;
+    for (int i = share_begin; i < share_end; ++i) {
+      running += __float2ull_rn(row.cached[i]);
+      if (running > point) {
+        *sample = row.begin + i;
         return;
       }
-      before += __shfl_sync(0xffffffffu, inclusive, 31);
     }
   }
 };
@@ -275,12 +361,12 @@ __device__ bool accepts_relaxed(const GlmAcceptArgs& args, VocabularyRow& row, f
   uint64_t total = 0, better = 0;
   for (int i = threadIdx.x; i < row.count; i += kRowThreads) {
     const float other = row.at(i);
-    total += fixed_weight(other, maximum, 1.f);
+    total += fixed_weight(other, maximum, kLog2e);
     better += rank_code(other, row.begin + i) > code;
   }
   total = row.cluster_sum(total);
   better = row.cluster_sum(better);
-  const double probability = (double)fixed_weight(logit, maximum, 1.f) / (double)total;
+  const double probability = (double)fixed_weight(logit, maximum, kLog2e) / (double)total;
   return better < (uint64_t)args.relaxed_topk &&
          probability >= (double)(1ull << 40) / (double)total - (double)args.relaxed_delta[0];
 }
@@ -291,6 +377,8 @@ __global__ void __launch_bounds__(kRowThreads, 2) sample_kernel(const __grid_con
   extern __shared__ float cached[];
   __shared__ SharedState state;
   const int request = blockIdx.y / args.num_slots, slot = blockIdx.y % args.num_slots;
+  allow_next_kernel();
+  wait_for_previous_kernels();
   const int num_drafts = clamped_drafts(args, request);
   if (slot > num_drafts) return;  // the whole cluster
   const float* logits = args.logits + (int64_t)blockIdx.y * args.vocab_size;
@@ -299,14 +387,7 @@ __global__ void __launch_bounds__(kRowThreads, 2) sample_kernel(const __grid_con
   const bool leader = row.rank == 0 && threadIdx.x == 0;
 
   row.load();
-  constexpr uint64_t kNan = ~0ull;  // above every rank code
-  uint64_t best = 0;
-  for (int i = threadIdx.x; i < row.count; i += kRowThreads) {
-    const float logit = row.at(i);
-    const uint64_t code = logit != logit ? kNan : rank_code(logit, row.begin + i);
-    best = code > best ? code : best;
-  }
-  best = row.cluster_max(best);
+  const uint64_t best = row.cluster_max(row.best_of_thread());
   const bool has_nan = best == kNan;
   const int best_id = has_nan ? 0 : rank_code_id(best);
   const float maximum = has_nan ? 0.f : logits[best_id], temperature = args.temperature[request];
@@ -321,7 +402,7 @@ __global__ void __launch_bounds__(kRowThreads, 2) sample_kernel(const __grid_con
       if (leader) result->relaxed_accepted = accepted;
     }
   } else if (!has_nan && sampled) {
-    RowSampler sampler = {row, state, maximum, temperature, 0};
+    RowSampler sampler = {row, state, maximum, kLog2e / temperature, (kBins - 1) / kCoarseRange / temperature, 0};
     uint32_t* words = reinterpret_cast<uint32_t*>(state.histograms);
     for (int i = threadIdx.x; i < (int)(sizeof(state.histograms) / 4); i += kRowThreads) words[i] = 0;
     __syncthreads();
@@ -358,6 +439,8 @@ __global__ void __launch_bounds__(kRowThreads, 2) sample_kernel(const __grid_con
 
 __global__ void accept_kernel(const __grid_constant__ GlmAcceptArgs args, const SlotResult* results) {
   const int request = blockIdx.x * blockDim.x + threadIdx.x;
+  allow_next_kernel();
+  wait_for_previous_kernels();
   if (request >= args.num_requests) return;
   const int num_drafts = clamped_drafts(args, request);
   const SlotResult* slots = results + (int64_t)request * args.num_slots;
@@ -388,8 +471,8 @@ int check_sizes(const GlmAcceptArgs& args) {
     return refuse("%s: num_requests %d and num_slots %d, expected >= 0 and 1 .. 33", entry, args.num_requests,
                   args.num_slots);
   }
-  if (args.vocab_size < 1 || args.vocab_size > 1 << 20) {
-    return refuse("%s: vocab_size %d, expected 1 .. %d", entry, args.vocab_size, 1 << 20);
+  if (args.vocab_size < 1 || args.vocab_size > kMaxVocabulary) {
+    return refuse("%s: vocab_size %d, expected 1 .. %d", entry, args.vocab_size, kMaxVocabulary);
   }
   if (args.draft_width < args.num_slots - 1) {
     return refuse("%s: draft_width %d, expected at least num_slots - 1 = %d", entry, args.draft_width,
@@ -426,6 +509,6 @@ int glm_accept(const GlmAcceptArgs* args, void* workspace, size_t workspace_byte
   auto* results = static_cast<glm::SlotResult*>(workspace);
   GLM_RETURN_IF(glm::launch_on_row_clusters("glm_accept", glm::sample_kernel, args->num_requests * args->num_slots,
                                             args->vocab_size, stream, *args, results));
-  glm::accept_kernel<<<(args->num_requests + 63) / 64, 64, 0, stream>>>(*args, results);
-  return glm::launch_status("glm_accept");
+  return glm::launch_dependent("glm_accept", glm::accept_kernel, dim3((args->num_requests + 63) / 64), 64, 0, stream, 1,
+                               *args, results);
 }

@@ -2,6 +2,7 @@
 // Bound: memory, 16 KB a row of 32 heads x 128 (bf16 q in and out): launch latency up to some hundred rows.
 #include <cuda_bf16.h>
 
+#include "dependent_launch.cuh"
 #include "indexer_launches.cuh"
 #include "refusal.h"
 #include "rope.cuh"
@@ -113,6 +114,8 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
                                                            const __grid_constant__ RopeTable table) {
   __shared__ float shared[kWarps][kLanes * 32];
   const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  allow_next_kernel();
+  wait_for_previous_kernels();
   const int request = args.row_requests[row], position = args.positions[row];
   if ((unsigned)request >= (unsigned)args.num_requests) return;
   if ((unsigned)position >= (unsigned)(args.pages_per_request * GLM_PAGE_SIZE)) return;
@@ -158,9 +161,9 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
 
 int launch_indexer_prepare(const GlmIndexerArgs& args, const IndexerWorkspace& workspace, cudaStream_t stream) {
   const dim3 grid(args.num_rows, 1 + (unsigned)ceil_div(args.num_heads, kWarps));
-  prepare_kernel<<<grid, kThreads, 0, stream>>>(args, workspace, indexer_layer(args), indexer_page_bytes(args),
-                                                make_rope_table(args.rope_theta, args.rope_dim));
-  return launch_status("glm_indexer");
+  return launch_dependent("glm_indexer", prepare_kernel, grid, kThreads, 0, stream, 1, args, workspace,
+                          indexer_layer(args), indexer_page_bytes(args),
+                          make_rope_table(args.rope_theta, args.rope_dim));
 }
 
 }  // namespace glm

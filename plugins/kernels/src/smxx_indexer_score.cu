@@ -1,6 +1,6 @@
 // Indexer, second launch: scores of every visible key for the rows whose context exceeds index_topk.
 //
-// One block takes a tile of 8 neighbouring rows and every num_splits-th page. Rows of one request in the tile form a run;
+// One block takes a tile of 4 or 8 neighbouring rows and every num_splits-th page. Rows of one request in it form a run;
 // a page is brought to shared memory once for the whole run. A warp owns one row (its 32 heads x 128 lanes of q stay in
 // registers as B operands) and up to four 16-key slices of the page; heads lie along N, so the gated sum over heads stays
 // inside a thread and a quad.
@@ -14,6 +14,7 @@
 #include <cuda_bf16.h>
 #include <math_constants.h>
 
+#include "dependent_launch.cuh"
 #include "indexer_launches.cuh"
 #include "refusal.h"
 #include "tensor_core.cuh"
@@ -23,7 +24,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kTileRows = 8;
+constexpr int kMaxTileRows = 8;
 constexpr int kStages = 4;
 constexpr int kTargetBlocks = 2 * 132;  // two blocks fit on each multiprocessor
 
@@ -36,7 +37,7 @@ struct ScoreArgs {
   const uint8_t* layer;
   float* scores;
   int64_t page_bytes;
-  int num_rows, num_requests, pages_per_request, num_pages, num_heads, head_dim, index_topk;
+  int num_rows, num_requests, pages_per_request, num_pages, num_heads, head_dim, index_topk, tile_rows;
 };
 
 template <bool kFp8, int kDepth>
@@ -142,43 +143,62 @@ template <bool kFp8, int kDepth, int kHeadTiles>
 __global__ void __launch_bounds__(kThreads, kHeadTiles <= 4 ? 2 : 1) score_kernel(const __grid_constant__ ScoreArgs args) {
   using L = Layout<kFp8, kDepth>;
   extern __shared__ __align__(128) uint8_t stages[];
-  const int row0 = blockIdx.y * kTileRows;
+  __shared__ int requests[kMaxTileRows + 1], positions[kMaxTileRows + 1];  // request -1: the row needs no scores
+  const int row0 = blockIdx.y * args.tile_rows;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, member = lane % 4;
   const int split = blockIdx.x, num_splits = gridDim.x;
   const int max_keys = args.pages_per_request * GLM_PAGE_SIZE;
 
-  // The request of a row that needs scores, else -1; the same in every thread.
-  const auto scored_request = [&](int row) {
-    if (row >= row0 + kTileRows || row >= args.num_rows) return -1;
-    const int request = args.row_requests[row], position = args.positions[row];
-    const bool scored = (unsigned)request < (unsigned)args.num_requests && (unsigned)position < (unsigned)max_keys &&
-                        position >= args.index_topk;
-    return scored ? request : -1;
-  };
+  allow_next_kernel();
+  wait_for_previous_kernels();
+  if (threadIdx.x <= kMaxTileRows) {
+    const int row = row0 + threadIdx.x;
+    int request = -1, position = 0;
+    if ((int)threadIdx.x < args.tile_rows && row < args.num_rows) {
+      request = args.row_requests[row];
+      position = args.positions[row];
+      const bool scored = (unsigned)request < (unsigned)args.num_requests && (unsigned)position < (unsigned)max_keys &&
+                          position >= args.index_topk;
+      if (!scored) request = -1;
+    }
+    requests[threadIdx.x] = request;
+    positions[threadIdx.x] = position;
+  }
+  __syncthreads();
 
-  int end = row0;
-  for (int begin = row0; begin < row0 + kTileRows; begin = end) {
-    const int request = scored_request(begin);
+  int end = 0;  // rows of the tile, counted from row0
+  for (int begin = 0; begin < args.tile_rows; begin = end) {
+    const int request = requests[begin];
     end = begin + 1;
     if (request < 0) continue;
-    int last_position = args.positions[begin];
-    while (scored_request(end) == request) last_position = max(last_position, args.positions[end++]);
+    int last_position = positions[begin];
+    while (requests[end] == request) last_position = max(last_position, positions[end++]);
     const int run = end - begin;
     const int lanes_of_rows = run <= 1 ? 1 : run <= 2 ? 2 : run <= 4 ? 4 : 8;  // warps side by side over rows
     const int part = warp / lanes_of_rows, num_parts = kWarps / lanes_of_rows;
-    const int row = begin + warp % lanes_of_rows;
-    const bool active = row < end && part < GLM_PAGE_SIZE / 16;
-    const int position = active ? args.positions[row] : -1;
-    float* row_scores = args.scores + (int64_t)(active ? row : begin) * max_keys;
+    const int tile_row = begin + warp % lanes_of_rows, row = row0 + tile_row;
+    const bool active = tile_row < end && part < GLM_PAGE_SIZE / 16;
+    const int position = active ? positions[tile_row] : -1;
+    float* row_scores = args.scores + (int64_t)(active ? row : row0) * max_keys;
 
     const int num_used_pages = last_position / GLM_PAGE_SIZE + 1;
     if (split >= num_used_pages) continue;
     const int32_t* pages = args.block_table + (int64_t)request * args.pages_per_request;
     const int count = (num_used_pages - split + num_splits - 1) / num_splits;
     __syncthreads();  // the stages may still be read for the run before
+    uint32_t valid_stages = 0;  // a bit for each stage whose page exists
+    const auto load = [&](int i, int page) {
+      const int stage = i % kStages;
+      const uint32_t valid = (unsigned)page < (unsigned)args.num_pages;
+      valid_stages = (valid_stages & ~(1u << stage)) | valid << stage;
+      load_page<kFp8, kDepth>(args, page, stages + stage * L::kStageBytes);
+    };
+    int first_pages[kStages];
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) first_pages[i] = i < count ? pages[split + i * num_splits] : 0;
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) {
-      if (i < count) load_page<kFp8, kDepth>(args, pages[split + i * num_splits], stages + i * L::kStageBytes);
+      if (i < count) load(i, first_pages[i]);
       copy_async_commit();
     }
 
@@ -215,18 +235,18 @@ __global__ void __launch_bounds__(kThreads, kHeadTiles <= 4 ? 2 : 1) score_kerne
       }
     }
 
-    int next_page = kStages - 1 < count ? pages[split + (kStages - 1) * num_splits] : 0;
+    int next_page = first_pages[kStages - 1];
     for (int i = 0; i < count; ++i) {
       copy_async_wait<kStages - 2>();
       __syncthreads();
+      const bool valid_page = valid_stages >> (i % kStages) & 1;
       if (i + kStages - 1 < count) {
-        load_page<kFp8, kDepth>(args, next_page, stages + (i + kStages - 1) % kStages * L::kStageBytes);
+        load(i + kStages - 1, next_page);
         if (i + kStages < count) next_page = pages[split + (i + kStages) * num_splits];
       }
       copy_async_commit();
       if (active) {
         const int page_index = split + i * num_splits;
-        const bool valid_page = (unsigned)pages[page_index] < (unsigned)args.num_pages;
         score_page<kFp8, kDepth, kHeadTiles>(stages + i % kStages * L::kStageBytes, q, gates, valid_page, part, num_parts,
                                              position, page_index * GLM_PAGE_SIZE, row_scores);
       }
@@ -238,13 +258,11 @@ __global__ void __launch_bounds__(kThreads, kHeadTiles <= 4 ? 2 : 1) score_kerne
 template <bool kFp8, int kDepth, int kHeadTiles>
 int launch(const ScoreArgs& args, cudaStream_t stream) {
   constexpr int kSharedBytes = kStages * Layout<kFp8, kDepth>::kStageBytes;
-  const auto kernel = score_kernel<kFp8, kDepth, kHeadTiles>;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  const int tiles = (int)ceil_div(args.num_rows, kTileRows);
+  const int tiles = (int)ceil_div(args.num_rows, args.tile_rows);
   int splits = kTargetBlocks / tiles;
   splits = splits < 1 ? 1 : splits > args.pages_per_request ? args.pages_per_request : splits;
-  kernel<<<dim3(splits, tiles), kThreads, kSharedBytes, stream>>>(args);
-  return launch_status("glm_indexer");
+  return launch_dependent("glm_indexer", score_kernel<kFp8, kDepth, kHeadTiles>, dim3(splits, tiles), kThreads,
+                          kSharedBytes, stream, 1, args);
 }
 
 template <bool kFp8, int kDepth>
@@ -275,7 +293,9 @@ int launch_indexer_score(const GlmIndexerArgs& args, const IndexerWorkspace& wor
       args.num_pages,
       args.num_heads,
       args.head_dim,
-      args.index_topk};
+      args.index_topk,
+      // Tiles of 4 spread the usual verify rows over more blocks; of 8 when requests bring more, so that keys are read once.
+      num_rows <= 4 * args.num_requests ? 4 : kMaxTileRows};
   if (fp8) return args.head_dim <= 64 ? launch_heads<true, 64>(score, stream) : launch_heads<true, 128>(score, stream);
   return args.head_dim <= 64 ? launch_heads<false, 64>(score, stream) : launch_heads<false, 128>(score, stream);
 }

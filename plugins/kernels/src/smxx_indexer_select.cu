@@ -7,6 +7,7 @@
 #include <cooperative_groups.h>
 #include <math_constants.h>
 
+#include "dependent_launch.cuh"
 #include "indexer_launches.cuh"
 #include "refusal.h"
 
@@ -109,6 +110,8 @@ __global__ void __launch_bounds__(kThreads) select_kernel(const __grid_constant_
   __shared__ SharedState state;
   const int rank = kCluster > 1 ? blockIdx.x : 0;
   const int row = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  allow_next_kernel();
+  wait_for_previous_kernels();
   const int request = args.row_requests[row], position = args.positions[row];
   const bool padding =
       (unsigned)request >= (unsigned)args.num_requests || (unsigned)position >= (unsigned)args.max_keys;
@@ -243,22 +246,8 @@ int launch(SelectArgs args, int num_rows, cudaStream_t stream) {
   const int64_t limit = kCluster > 1 ? kMaxCachedClustered : kMaxCachedSingle;
   args.num_cached = (int)(segment < limit ? segment : limit);
   const int shared_bytes = args.num_cached * 4;
-  const auto kernel = select_kernel<kCluster>;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(kCluster, num_rows);
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = kCluster;
-  cluster.val.clusterDim.y = 1;
-  cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  cudaLaunchKernelEx(&config, kernel, args);
-  return launch_status("glm_indexer");
+  return launch_dependent("glm_indexer", select_kernel<kCluster>, dim3(kCluster, num_rows), kThreads, shared_bytes,
+                          stream, kCluster, args);
 }
 
 }  // namespace

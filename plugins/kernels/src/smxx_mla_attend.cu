@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 #include <math_constants.h>
 
+#include "dependent_launch.cuh"
 #include "mla_launches.cuh"
 #include "refusal.h"
 #include "tensor_core.cuh"
@@ -91,6 +92,8 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(AttendArgs args) {
 
   const int split = blockIdx.x, head0 = blockIdx.y * kHeads, row = blockIdx.z;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  allow_next_kernel();
+  wait_for_previous_kernels();
   const int request = args.row_requests[row], position = args.positions[row];
   const bool padding = (unsigned)request >= (unsigned)args.num_requests ||
                        (unsigned)position >= (unsigned)(args.pages_per_request * GLM_PAGE_SIZE);
@@ -242,32 +245,47 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(AttendArgs args) {
   }
 }
 
-// Grid (heads, rows): merges the splits in order. A split whose maximum is -inf has no entries and is not read.
+// Grid (heads, rows): merges the splits in order. A split whose maximum is -inf has no entries and weighs nothing; its
+// sums are not read.
 __global__ void __launch_bounds__(kThreads) combine_kernel(MlaPartials partials, __nv_bfloat16* attended, int num_heads,
                                                            int kv_lora) {
+  __shared__ float2 stats[kThreads];  // of each split: weight, sum
   const int head = blockIdx.x;
   const int64_t row = blockIdx.y;
-  const float2* stats = partials.stats + row * partials.num_splits * num_heads + head;
-  float maximum = -CUDART_INF_F;
-  for (int split = 0; split < partials.num_splits; ++split) {
-    maximum = fmaxf(maximum, stats[(int64_t)split * num_heads].x);
+  allow_next_kernel();
+  wait_for_previous_kernels();
+  if (threadIdx.x < partials.num_splits) {
+    stats[threadIdx.x] = partials.stats[(row * partials.num_splits + threadIdx.x) * num_heads + head];
   }
+  __syncthreads();
   const int column = threadIdx.x * 4;
   if (column >= kv_lora) return;
+  float maximum = -CUDART_INF_F;
+  for (int split = 0; split < partials.num_splits; ++split) maximum = fmaxf(maximum, stats[split].x);
   float denominator = 0.f;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
-  for (int split = 0; split < partials.num_splits; ++split) {
-    const float2 stat = stats[(int64_t)split * num_heads];
-    if (stat.x == -CUDART_INF_F) continue;
-    const float weight = exp2f(stat.x - maximum);
-    const float4 part = *reinterpret_cast<const float4*>(
-        partials.sums + ((row * partials.num_splits + split) * num_heads + head) * kv_lora + column);
-    denominator += weight * stat.y;
-    sum.x += weight * part.x;
-    sum.y += weight * part.y;
-    sum.z += weight * part.z;
-    sum.w += weight * part.w;
+  const float* parts = partials.sums + (row * partials.num_splits * num_heads + head) * kv_lora + column;
+  constexpr int kTogether = 16;  // loads in flight
+  for (int split0 = 0; split0 < partials.num_splits; split0 += kTogether) {
+    float4 loaded[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int split = split0 + i;
+      const bool used = split < partials.num_splits && stats[split].x != -CUDART_INF_F;
+      loaded[i] = used ? *reinterpret_cast<const float4*>(parts + (int64_t)split * num_heads * kv_lora)
+                       : make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int split = split0 + i;
+      if (split >= partials.num_splits || stats[split].x == -CUDART_INF_F) continue;
+      const float weight = exp2f(stats[split].x - maximum);
+      denominator += weight * stats[split].y;
+      sum.x += weight * loaded[i].x;
+      sum.y += weight * loaded[i].y;
+      sum.z += weight * loaded[i].z;
+      sum.w += weight * loaded[i].w;
+    }
   }
   const float inverse = denominator == 0.f ? 0.f : 1.f / denominator;
   *reinterpret_cast<uint2*>(attended + (row * num_heads + head) * kv_lora + column) =
@@ -277,11 +295,9 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(MlaPartials partials,
 template <bool kFp8, int kLanePairs>
 int launch_attend(const AttendArgs& args, int num_rows, cudaStream_t stream) {
   const int shared_bytes = attend_shared_bytes(args.kv_lora, args.rope_dim);
-  const auto kernel = attend_kernel<kFp8, kLanePairs>;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   const dim3 grid(args.partials.num_splits, (unsigned)ceil_div(args.num_heads, kHeads), num_rows);
-  kernel<<<grid, kThreads, shared_bytes, stream>>>(args);
-  return launch_status("glm_mla_attention");
+  return launch_dependent("glm_mla_attention", attend_kernel<kFp8, kLanePairs>, grid, kThreads, shared_bytes, stream, 1,
+                          args);
 }
 
 template <bool kFp8>
@@ -327,9 +343,8 @@ int launch_mla_attend_smxx(const GlmMlaAttentionArgs& args, int row0, int num_ro
 
 int launch_mla_combine(const GlmMlaAttentionArgs& args, int num_rows, MlaPartials partials, void* attended,
                        cudaStream_t stream) {
-  combine_kernel<<<dim3(args.num_heads, num_rows), kThreads, 0, stream>>>(
-      partials, static_cast<__nv_bfloat16*>(attended), args.num_heads, args.kv_lora);
-  return launch_status("glm_mla_attention");
+  return launch_dependent("glm_mla_attention", combine_kernel, dim3(args.num_heads, num_rows), kThreads, 0, stream, 1,
+                          partials, static_cast<__nv_bfloat16*>(attended), args.num_heads, args.kv_lora);
 }
 
 }  // namespace glm

@@ -1,5 +1,5 @@
 // GlmMlaAttention: checks, workspace, and the order of its launches.
-//   write latents of all rows -> per block of at most 1024 rows: rotate q, absorb q, attend [+ combine], project out.
+//   per block of at most 1024 rows: prepare (the first one writes the latents of all rows), attend [+ combine], project.
 #include "glm_kernels/attention.h"
 
 #include <cuda_runtime.h>
@@ -129,15 +129,14 @@ int glm_mla_attention(const GlmMlaAttentionArgs* args, void* workspace, size_t w
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
   auto* base = static_cast<uint8_t*>(workspace);
 
-  GLM_RETURN_IF(glm::launch_mla_write_latents(*args, stream));
   for (int row0 = 0; row0 < args->num_rows; row0 += glm::kRowsPerBlock) {
     const int rows = args->num_rows - row0 < glm::kRowsPerBlock ? args->num_rows - row0 : glm::kRowsPerBlock;
     void* absorbed_q = base + plan.absorbed_q;
     void* attended = base + plan.attended;
     const glm::MlaPartials partials = {reinterpret_cast<float*>(base + plan.sums),
                                        reinterpret_cast<float2*>(base + plan.stats), glm::choose_splits(*args, rows)};
-    GLM_RETURN_IF(glm::launch_mla_rotate_q(*args, row0, rows, absorbed_q, stream));
-    GLM_RETURN_IF(glm::launch_mla_absorb_q(*args, row0, rows, absorbed_q, stream));
+    GLM_RETURN_IF(
+        glm::launch_mla_prepare(*args, row0, rows, row0 == 0 ? args->num_rows : 0, absorbed_q, stream));
     GLM_RETURN_IF(glm::mla_has_sm90_kernel(*args)
                       ? glm::launch_mla_attend_sm90(*args, row0, rows, absorbed_q, partials, attended, stream)
                       : glm::launch_mla_attend_smxx(*args, row0, rows, absorbed_q, partials, attended, stream));

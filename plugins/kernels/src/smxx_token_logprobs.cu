@@ -24,25 +24,17 @@ __global__ void __launch_bounds__(kRowThreads, 2) token_logprobs_kernel(const __
   const float* logits = args.logits + (int64_t)blockIdx.y * args.vocab_size;
   VocabularyRow row = make_vocabulary_row(logits, args.vocab_size, cached, &exchange);
   const bool leader = row.rank == 0 && threadIdx.x == 0;
+  allow_next_kernel();
+  wait_for_previous_kernels();
 
   row.load();
-  constexpr uint64_t kNan = ~0ull;  // above every rank code
-  // The best code below `limit`; 0 when there is none.
-  const auto best_below = [&](uint64_t limit) {
-    uint64_t best = 0;
-    for (int i = threadIdx.x; i < row.count; i += kRowThreads) {
-      const float logit = row.at(i);
-      const uint64_t code = logit != logit ? kNan : rank_code(logit, row.begin + i);
-      if (code > best && (code < limit || limit == kNan)) best = code;
-    }
-    return row.cluster_max(best);
-  };
-  uint64_t best = best_below(kNan);
+  uint64_t own = row.best_of_thread();  // this thread's best id not yet listed
+  uint64_t best = row.cluster_max(own);
   const bool has_nan = best == kNan;
   const float maximum = has_nan ? 0.f : logits[rank_code_id(best)];
   uint64_t total = 0;
   if (!has_nan) {
-    for (int i = threadIdx.x; i < row.count; i += kRowThreads) total += fixed_weight(row.at(i), maximum, 1.f);
+    for (int i = threadIdx.x; i < row.count; i += kRowThreads) total += fixed_weight(row.at(i), maximum, kLog2e);
   }
   total = row.cluster_sum(total);
   const double log_sum = log((double)total) - 40.0 * 0.693147180559945309417;
@@ -59,7 +51,16 @@ __global__ void __launch_bounds__(kRowThreads, 2) token_logprobs_kernel(const __
     }
   }
   for (int n = 0; n < args.top_n; ++n) {
-    if (n > 0 && !has_nan && best != 0) best = best_below(best);
+    if (n > 0 && !has_nan && best != 0) {
+      if (own == best) {  // only its owner looks for the next
+        own = 0;
+        for (int i = threadIdx.x; i < row.count; i += kRowThreads) {
+          const uint64_t code = rank_code(row.at(i), row.begin + i);
+          if (code < best && code > own) own = code;
+        }
+      }
+      best = row.cluster_max(own);
+    }
     if (leader) {
       const int64_t target = (int64_t)blockIdx.y * args.top_n + n;
       const bool found = !has_nan && best != 0;
@@ -80,8 +81,9 @@ int glm_token_logprobs(const float* logits, const int32_t* committed, float* log
     return glm::refuse("%s: num_requests %d and num_slots %d, expected >= 0 and >= 1, at most 65535 rows", entry,
                        num_requests, num_slots);
   }
-  if (vocab_size < 1 || vocab_size > 1 << 20 || top_n < 0 || top_n > 64) {
-    return glm::refuse("%s: vocab_size %d and top_n %d, expected 1 .. %d and 0 .. 64", entry, vocab_size, top_n, 1 << 20);
+  if (vocab_size < 1 || vocab_size > glm::kMaxVocabulary || top_n < 0 || top_n > 64) {
+    return glm::refuse("%s: vocab_size %d and top_n %d, expected 1 .. %d and 0 .. 64", entry, vocab_size, top_n,
+                       glm::kMaxVocabulary);
   }
   if (num_requests == 0) return 0;
   const glm::LogprobArgs args = {logits, committed, logprobs, top_ids, top_logprobs, vocab_size, top_n};

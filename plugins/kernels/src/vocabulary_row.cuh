@@ -1,15 +1,16 @@
 // One row of logits held by a cluster of 8 blocks: loading, cluster-wide sums and maxima, exact fixed-point weights.
 //
-// Each block keeps a contiguous segment of the vocabulary in shared memory (up to kMaxCached logits, the rest is re-read
-// from L2). Weights exp((x - max) / temperature) are rounded to multiples of 2^-40 and summed as 64-bit integers: no sum
-// depends on its order. 2^20 ids of weight 2^40 stay below 2^61.
+// Each block keeps a contiguous segment of the vocabulary in shared memory. Weights exp((x - max) / temperature) are
+// rounded to multiples of 2^-40 and summed as 64-bit integers: no sum depends on its order. kMaxVocabulary ids of weight
+// 2^40 stay below 2^59.
 #pragma once
 
 #include <cooperative_groups.h>
 #include <math_constants.h>
 #include <stdint.h>
 
-#include "refusal.h"
+#include "dependent_launch.cuh"
+#include "tensor_core.cuh"
 
 namespace glm {
 
@@ -18,7 +19,7 @@ namespace cg = cooperative_groups;
 constexpr int kRowBlocks = 8;      // of a cluster
 constexpr int kRowThreads = 512;
 constexpr int kRowWarps = kRowThreads / 32;
-constexpr int kMaxCached = 24576;  // logits of a segment in shared memory: two blocks fit on a multiprocessor
+constexpr int kMaxVocabulary = kRowBlocks * 49152;  // a segment of 192 KB; up to 196608 ids two blocks fit on an SM
 
 // The value of weight 1.
 constexpr float kWeightOne = 1099511627776.f;  // 2^40
@@ -29,14 +30,18 @@ __device__ inline uint32_t logit_key(float logit) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-__device__ inline uint64_t fixed_weight(float logit, float maximum, float temperature) {
+// scale = log2(e) / temperature.
+__device__ inline uint64_t fixed_weight(float logit, float maximum, float scale) {
   if (logit == maximum) return 1ull << 40;
-  return __float2ull_rn(expf((logit - maximum) / temperature) * kWeightOne);
+  return __float2ull_rn(exp2f((logit - maximum) * scale) * kWeightOne);
 }
+constexpr float kLog2e = 1.4426950408889634f;
 
 // Logits first, lower ids win ties: larger is better.
 __device__ inline uint64_t rank_code(float logit, int id) { return (uint64_t)logit_key(logit) << 32 | (uint32_t)~id; }
 __device__ inline int rank_code_id(uint64_t code) { return (int)~(uint32_t)code; }
+
+constexpr uint64_t kNan = ~0ull;  // above every rank code
 
 // Shared memory for exchanges: two alternating slots, so that one cluster synchronisation an exchange is enough.
 struct ClusterExchange {
@@ -48,14 +53,42 @@ struct VocabularyRow {
   const float* logits;  // this block's segment
   float* cached;
   ClusterExchange* exchange;
-  int begin, count, num_cached, rank, exchange_index;
+  int begin, count, rank, exchange_index;
 
-  __device__ float at(int i) const { return i < num_cached ? cached[i] : logits[i]; }
+  __device__ float at(int i) const { return cached[i]; }
 
+  // Brings the segment to shared memory, 16 bytes a copy where the row allows it.
   __device__ void load() {
-#pragma unroll 4
-    for (int i = threadIdx.x; i < num_cached; i += kRowThreads) cached[i] = logits[i];
+    if (reinterpret_cast<uintptr_t>(logits) % 16 == 0) {
+      const int quads = count / 4;
+      for (int i = threadIdx.x; i < quads; i += kRowThreads) {
+        copy_async_16(shared_address(cached + 4 * i), logits + 4 * i, true);
+      }
+      for (int i = 4 * quads + threadIdx.x; i < count; i += kRowThreads) cached[i] = logits[i];
+      copy_async_commit();
+      copy_async_wait<0>();
+    } else {
+#pragma unroll 8
+      for (int i = threadIdx.x; i < count; i += kRowThreads) cached[i] = logits[i];
+    }
     __syncthreads();
+  }
+
+  // This thread's best rank code; kNan when it saw a NaN, 0 when it has no ids.
+  __device__ uint64_t best_of_thread() const {
+    float best = -CUDART_INF_F;
+    int best_i = -1;
+    bool has_nan = false;
+    for (int i = threadIdx.x; i < count; i += kRowThreads) {
+      const float logit = cached[i];
+      has_nan |= logit != logit;
+      if (logit > best || best_i < 0) {
+        best = logit;
+        best_i = i;
+      }
+    }
+    if (has_nan) return kNan;
+    return best_i < 0 ? 0 : rank_code(best, begin + best_i);
   }
 
   // Combines one value a thread over the block.
@@ -109,30 +142,15 @@ __device__ inline VocabularyRow make_vocabulary_row(const float* row, int vocab_
                                                     ClusterExchange* exchange) {
   const int rank = blockIdx.x, segment = row_segment(vocab_size);
   const int begin = min(rank * segment, vocab_size), count = min(begin + segment, vocab_size) - begin;
-  return {row + begin, cached, exchange, begin, count, min(count, kMaxCached), rank, 0};
+  return {row + begin, cached, exchange, begin, count, rank, 0};
 }
 
-// Launches a kernel with one cluster a row (grid (8, rows)) and room for the cached segment.
+// Launches a kernel with one cluster a row (grid (8, rows)) and room for the segment.
 template <typename... Parameters, typename... Arguments>
 int launch_on_row_clusters(const char* entry, void (*kernel)(Parameters...), int num_rows, int vocab_size,
-                           cudaStream_t stream, Arguments... arguments) {
-  const int segment = row_segment(vocab_size);
-  const int shared_bytes = (segment < kMaxCached ? segment : kMaxCached) * 4;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(kRowBlocks, num_rows);
-  config.blockDim = dim3(kRowThreads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = kRowBlocks;
-  cluster.val.clusterDim.y = 1;
-  cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
-  return launch_status(entry);
+                           cudaStream_t stream, const Arguments&... arguments) {
+  return launch_dependent(entry, kernel, dim3(kRowBlocks, num_rows), kRowThreads, row_segment(vocab_size) * 4, stream,
+                          kRowBlocks, arguments...);
 }
 
 }  // namespace glm

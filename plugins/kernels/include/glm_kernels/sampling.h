@@ -3,7 +3,7 @@
 // Owns: GlmMaskLogits, GlmAccept, GlmTokenLogprobs. B = num_requests, num_slots = K + 1; logits row b * num_slots + j
 // belongs to slot j of request b. The vocabulary is never sorted. Deterministic: probabilities are 40-bit fixed-point
 // integers, so sums do not depend on their order, and a request has the same result in every batch. Capturable.
-// vocab_size 1 .. 1048576, num_slots 1 .. 33. Small arrays are 4-byte aligned (seed 8).
+// vocab_size 1 .. 393216, num_slots 1 .. 33. Small arrays are 4-byte aligned (seed 8).
 #ifndef GLM_KERNELS_SAMPLING_H_
 #define GLM_KERNELS_SAMPLING_H_
 

@@ -1,26 +1,25 @@
-// Latent norm + rope + cache write, and rope of the q heads.
-// Bound: memory, about 2 * (kv_lora + rope) bytes read and written a row, plus num_heads * rope for q: microseconds are
-// launch latency up to a few hundred rows.
+// Device bodies that write a row's latent into the cache and turn the rope part of its q heads; part of the prepare
+// launch (smxx_mla_project.cu).
+#pragma once
+
 #include <cuda_bf16.h>
 
 #include "bf16_vector.cuh"
 #include "mla_launches.cuh"
-#include "refusal.h"
 #include "rope.cuh"
 #include "tensor_core.cuh"
 
 namespace glm {
-namespace {
 
-constexpr int kThreads = 128;
+constexpr int kMaxWarps = 8;
 constexpr int kMinimumScaleExponent = -100;  // of the FP8 scales; keeps 448 * scale and its inverse finite
 
 // One block a row; thread i < kv_lora / 8 owns eight lanes of the latent, all threads share the rope pairs.
 template <bool kFp8>
-__global__ void __launch_bounds__(kThreads) write_latents_kernel(GlmMlaAttentionArgs args, uint8_t* layer,
-                                                                 int64_t row_bytes, RopeTable table) {
-  __shared__ float warp_sums[kThreads / 32];
-  const int row = blockIdx.x, request = args.row_requests[row], position = args.positions[row];
+__device__ void write_latent(const GlmMlaAttentionArgs& args, uint8_t* layer, int64_t row_bytes, const RopeTable& table,
+                             int row) {
+  __shared__ float warp_sums[kMaxWarps];
+  const int request = args.row_requests[row], position = args.positions[row];
   if ((unsigned)request >= (unsigned)args.num_requests) return;
   if ((unsigned)position >= (unsigned)(args.pages_per_request * GLM_PAGE_SIZE)) return;
   const int64_t slot =
@@ -42,9 +41,8 @@ __global__ void __launch_bounds__(kThreads) write_latents_kernel(GlmMlaAttention
   for (int offset = 16; offset > 0; offset /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, offset);
   if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = squares;
   __syncthreads();
-  float total = 0.f;
-#pragma unroll
-  for (int warp = 0; warp < kThreads / 32; ++warp) total += warp_sums[warp];
+  // Only the first two warps hold latent lanes (kv_lora <= 512), the sums of the others are 0.
+  const float total = warp_sums[0] + warp_sums[1];
   const float scale = rsqrtf(total / args.kv_lora + args.eps);
 
   if (column < args.kv_lora) {
@@ -76,7 +74,7 @@ __global__ void __launch_bounds__(kThreads) write_latents_kernel(GlmMlaAttention
 
   auto* rope_target = reinterpret_cast<__nv_bfloat16*>(
       target + (kFp8 ? args.kv_lora + 4 * (args.kv_lora / 128) : 2 * args.kv_lora));
-  for (int pair = threadIdx.x; pair < args.rope_dim / 2; pair += kThreads) {
+  for (int pair = threadIdx.x; pair < args.rope_dim / 2; pair += blockDim.x) {
     const int first = rope_first_lane(pair, args.rope_dim, args.interleaved);
     const int second = rope_second_lane(pair, args.rope_dim, args.interleaved);
     const float a = __bfloat162float(latent[args.kv_lora + first]);
@@ -88,18 +86,18 @@ __global__ void __launch_bounds__(kThreads) write_latents_kernel(GlmMlaAttention
   }
 }
 
-// Grid (rows, head blocks); a thread turns one pair of one head. Padding rows are turned too: nobody reads them.
-__global__ void __launch_bounds__(kThreads) rotate_q_kernel(GlmMlaAttentionArgs args, int row0,
-                                                            __nv_bfloat16* absorbed_q, RopeTable table) {
+// A thread turns one pair of one head. Padding rows are turned too: nobody reads them.
+__device__ void rotate_q(const GlmMlaAttentionArgs& args, int row0, __nv_bfloat16* absorbed_q, const RopeTable& table,
+                         int block_row, int block) {
   const int pairs_per_head = args.rope_dim / 2;
-  const int index = blockIdx.y * kThreads + threadIdx.x;
+  const int index = block * blockDim.x + threadIdx.x;
   const int head = index / pairs_per_head, pair = index % pairs_per_head;
   if (head >= args.num_heads) return;
-  const int64_t row = row0 + blockIdx.x;
+  const int64_t row = row0 + block_row;
   const auto* q = static_cast<const __nv_bfloat16*>(args.q) +
                   (row * args.num_heads + head) * (args.nope_dim + args.rope_dim) + args.nope_dim;
   __nv_bfloat16* target = absorbed_q +
-                          ((int64_t)blockIdx.x * args.num_heads + head) * (args.kv_lora + args.rope_dim) + args.kv_lora;
+                          ((int64_t)block_row * args.num_heads + head) * (args.kv_lora + args.rope_dim) + args.kv_lora;
   const int first = rope_first_lane(pair, args.rope_dim, args.interleaved);
   const int second = rope_second_lane(pair, args.rope_dim, args.interleaved);
   const float a = __bfloat162float(q[first]), b = __bfloat162float(q[second]);
@@ -107,23 +105,6 @@ __global__ void __launch_bounds__(kThreads) rotate_q_kernel(GlmMlaAttentionArgs 
   rope_sin_cos(table, pair, args.positions[row], &sine, &cosine);
   target[first] = __float2bfloat16(a * cosine - b * sine);
   target[second] = __float2bfloat16(b * cosine + a * sine);
-}
-
-}  // namespace
-
-int launch_mla_write_latents(const GlmMlaAttentionArgs& args, cudaStream_t stream) {
-  const RopeTable table = make_rope_table(args.rope_theta, args.rope_dim);
-  const auto kernel = args.cache_format == GLM_CACHE_FP8 ? write_latents_kernel<true> : write_latents_kernel<false>;
-  kernel<<<args.num_rows, kThreads, 0, stream>>>(args, mla_layer(args), mla_row_bytes(args), table);
-  return launch_status("glm_mla_attention");
-}
-
-int launch_mla_rotate_q(const GlmMlaAttentionArgs& args, int row0, int num_rows, void* absorbed_q,
-                        cudaStream_t stream) {
-  const RopeTable table = make_rope_table(args.rope_theta, args.rope_dim);
-  const dim3 grid(num_rows, (unsigned)ceil_div((int64_t)args.num_heads * (args.rope_dim / 2), kThreads));
-  rotate_q_kernel<<<grid, kThreads, 0, stream>>>(args, row0, static_cast<__nv_bfloat16*>(absorbed_q), table);
-  return launch_status("glm_mla_attention");
 }
 
 }  // namespace glm
