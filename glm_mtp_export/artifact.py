@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from glm_mtp_export.config import ModelConfig, SpeculationConfig
+from glm_mtp_export.config import ModelConfig, ParallelConfig, SpeculationConfig
 from glm_mtp_export.errors import ArtifactError
 
 __all__ = [
@@ -116,7 +116,12 @@ def cache_specs(config: ModelConfig, dialect: str, cache_dtype: str, with_draft:
     )
 
 
-def step_inputs(config: ModelConfig, speculation: SpeculationConfig, caches: tuple[CacheSpec, ...]) -> tuple[TensorSpec, ...]:
+def step_inputs(
+    config: ModelConfig,
+    speculation: SpeculationConfig,
+    caches: tuple[CacheSpec, ...],
+    parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  (frozen)
+) -> tuple[TensorSpec, ...]:
     """Inputs of the step graph in order, weights excluded. B requests, T rows, P pages a request, N pages in the pools."""
     i32, f32 = "int32", "float32"
     specs = [
@@ -150,6 +155,8 @@ def step_inputs(config: ModelConfig, speculation: SpeculationConfig, caches: tup
             TensorSpec("prompt_mask", i32, ("B", vocab), "1 where the prompt has the id"),
             TensorSpec("logit_bias", f32, ("B", vocab), "added to the logits first"),
         ]
+    if parallel.tensor_parallel_size > 1:
+        specs.append(TensorSpec("rank", i32, (1,), "of this process in the tensor-parallel group"))
     specs += [TensorSpec(c.name, c.dtype, c.shape("N"), "paged pool, updated in place") for c in caches]
     return tuple(specs)
 
@@ -236,7 +243,7 @@ class Manifest:
     thinking_token_ids: Mapping[str, int]  # think, /think, tool_call, where the tokenizer has them
     checkpoint: str  # where the weights came from, as given
     toolchain: Mapping[str, str] = field(default_factory=dict)
-    tensor_parallel_size: int = 1
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
@@ -255,6 +262,7 @@ class Manifest:
                 )
             raw["config"] = _record(ModelConfig, raw["config"])
             raw["speculation"] = SpeculationConfig(**raw["speculation"])
+            raw["parallel"] = ParallelConfig(**raw["parallel"])
             raw["caches"] = tuple(CacheSpec(**c) for c in raw["caches"])
             raw["inputs"] = tuple(_record(TensorSpec, t) for t in raw["inputs"])
             raw["outputs"] = tuple(_record(TensorSpec, t) for t in raw["outputs"])

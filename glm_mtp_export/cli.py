@@ -171,7 +171,7 @@ def export(
     **speculation: Any,
 ) -> None:
     """Write a checkpoint as one ONNX step graph with its weight plan and manifest."""
-    from glm_mtp_export.config import SpeculationConfig
+    from glm_mtp_export.config import ParallelConfig, SpeculationConfig
     from glm_mtp_export.export import ExportOptions, export_checkpoint
 
     options = ExportOptions(
@@ -179,8 +179,7 @@ def export(
         dtype=dtype,
         cache_dtype=cache_dtype,
         speculation=SpeculationConfig(**speculation),
-        tensor_parallel_size=tensor_parallel_size,
-        expert_parallel=expert_parallel,
+        parallel=ParallelConfig(tensor_parallel_size, expert_parallel),
         overwrite=overwrite,
     )
     with _progress_bars() as progress:

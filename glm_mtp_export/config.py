@@ -21,6 +21,7 @@ __all__ = [
     "SHARED",
     "SPARSE",
     "ModelConfig",
+    "ParallelConfig",
     "SpeculationConfig",
     "load_config",
     "parse_config",
@@ -114,6 +115,18 @@ class SpeculationConfig:
     def draft_width(self) -> int:
         """Columns of `draft_tokens`; never zero, since engines refuse empty dimensions."""
         return max(self.num_speculative_tokens, 1)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How one step is spread over GPUs. Every rank runs the same graph on its slice of the weights.
+
+    Heads, dense and shared feed-forward columns and the head's vocabulary are cut; latent projections, indexers, routers, norms,
+    the embedding and all caches are replicated. Routed experts are cut by columns, or with `expert_parallel` dealt out whole.
+    """
+
+    tensor_parallel_size: int = 1
+    expert_parallel: bool = False
 
 
 # Keys that are read somewhere in this module, or that official configs carry and that inference may ignore.

@@ -31,9 +31,10 @@ from glm_mtp_export.artifact import (
     step_outputs,
 )
 from glm_mtp_export.checkpoint.plan import stored_dtype, weight_plan
+from glm_mtp_export.checkpoint.sharding import rank_plan
 from glm_mtp_export.checkpoint.view import CheckpointView
 from glm_mtp_export.checkpoint.weights import materialise, write_entry
-from glm_mtp_export.config import SpeculationConfig
+from glm_mtp_export.config import ParallelConfig, SpeculationConfig
 from glm_mtp_export.errors import ArtifactError, OptionError
 from glm_mtp_export.export.assemble import (
     op_counts,
@@ -63,14 +64,20 @@ class ExportOptions:
     dtype: str | None = None
     cache_dtype: str | None = None
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    tensor_parallel_size: int = 1
-    expert_parallel: bool = False
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     overwrite: bool = False
 
     def __post_init__(self) -> None:
         k, spec = self.speculation.num_speculative_tokens, self.speculation
         if not 0 <= k <= MAX_SPECULATIVE_TOKENS:
             raise OptionError(f"--num-speculative-tokens is {k}, expected 0..{MAX_SPECULATIVE_TOKENS}.")
+        size = self.parallel.tensor_parallel_size
+        if size < 1:
+            raise OptionError(f"--tensor-parallel-size is {size}, expected 1 or more.")
+        if size > 1 and self.dialect != DEVICE:
+            raise OptionError(f"--tensor-parallel-size {size} needs --dialect device: the portable dialect runs alone.")
+        if self.parallel.expert_parallel and size == 1:
+            raise OptionError("--expert-parallel deals experts out to ranks: give --tensor-parallel-size 2 or more.")
         if spec.relaxed_topk < 1:
             raise OptionError(f"--relaxed-topk is {spec.relaxed_topk}, expected 1 or more.")
         if not 0.0 <= spec.relaxed_delta <= 1.0:
@@ -107,9 +114,18 @@ def export_checkpoint(
     caches = cache_specs(view.config, options.dialect, cache_dtype, with_draft)
     _check_space(out, weights if options.dialect == PORTABLE else ())
     progress("trace", 0, 1)
-    model = traced_step(view.config, speculation, caches, weights, vocabulary.size, vocabulary.thinking_end_ids)
+    parallel = options.parallel
+    model = traced_step(
+        view.config,
+        speculation,
+        caches,
+        rank_plan(weights, parallel),
+        vocabulary.size,
+        vocabulary.thinking_end_ids,
+        parallel,
+    )
     progress("trace", 1, 1)
-    inputs, outputs = step_inputs(view.config, speculation, caches), step_outputs(speculation, caches)
+    inputs, outputs = step_inputs(view.config, speculation, caches, parallel), step_outputs(speculation, caches)
     with_named_dimensions(model, (*inputs, *outputs))
     if options.dialect == PORTABLE:
         with_bodies(model)
@@ -131,6 +147,7 @@ def export_checkpoint(
             caches=caches,
             inputs=inputs,
             outputs=outputs,
+            parallel=parallel,
             weights=weights,
             ops=op_counts(model),
             semantics=semantic_choices(view.config, speculation, vocabulary.size),

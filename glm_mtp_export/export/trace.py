@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from glm_mtp_export.artifact import CacheSpec, TensorSpec, WeightEntry, step_inputs, step_outputs
-from glm_mtp_export.config import ModelConfig, SpeculationConfig
+from glm_mtp_export.config import ModelConfig, ParallelConfig, SpeculationConfig
 from glm_mtp_export.graph.unified import UnifiedStep
 from glm_mtp_export.ops import OP_TABLE
 
@@ -77,10 +77,11 @@ def traced_step(
     weights: Sequence[WeightEntry],
     valid_vocab: int,
     thinking_end_ids: tuple[int, ...],
+    parallel: ParallelConfig,
 ) -> onnx.ModelProto:
     """Trace the step; weights become graph inputs under their plan names, after the step's own inputs."""
-    inputs, outputs = step_inputs(config, speculation, caches), step_outputs(speculation, caches)
-    step = UnifiedStep(config, speculation, valid_vocab, thinking_end_ids)
+    inputs, outputs = step_inputs(config, speculation, caches, parallel), step_outputs(speculation, caches)
+    step = UnifiedStep(config, speculation, valid_vocab, thinking_end_ids, parallel)
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
         example = {s.name: _fake(s) for s in inputs}
         bound = {w.name: _fake(w) for w in weights}

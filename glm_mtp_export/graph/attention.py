@@ -123,7 +123,7 @@ def attention(
         rows.block_table,
         caches[name],
         place,
-        config.num_attention_heads,
+        block["w_uk"].shape[0],  # heads of this rank
         config.qk_nope_head_dim,
         config.qk_rope_head_dim,
         config.v_head_dim,
@@ -137,4 +137,4 @@ def attention(
     caches.replace(name, updated)
     if kept_rows is not None:
         mixed = torch.index_select(mixed, 0, kept_rows)
-    return block.linear("o", mixed), selection
+    return weights.summed(block.linear("o", mixed)), selection

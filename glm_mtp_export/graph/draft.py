@@ -61,7 +61,7 @@ def draft_tokens(
     accepted row; next_positions i32 [B]: where the second step's row sits.
     """
     scope = weights.scope("draft.layers.0")
-    head = scope["lm_head"] if "lm_head" in scope else weights["target.lm_head"]
+    head = "draft.layers.0.lm_head" if "lm_head" in scope else "target.lm_head"
     # Of the verified rows only the last accepted one proposes anything; the others are there for their cache entries, so they
     # stop before the output projection and the experts, which are most of the layer's weights.
     branch, residual, selection = _draft_layer(config, weights, shifted, hidden, rows, caches, None, last_rows)
@@ -69,7 +69,7 @@ def draft_tokens(
     proposals: list[Tensor] = []
     while True:
         carried, _ = ops.add_rms_norm(branch, residual, scope["shared_head_norm"], config.rms_norm_eps)
-        proposals.append(ops.head_argmax(carried, head, valid_vocab))
+        proposals.append(weights.head_argmax(carried, head, valid_vocab))
         step = len(proposals)
         if step == num_tokens:
             return torch.stack(proposals, dim=1)

@@ -18,7 +18,7 @@ def _swiglu(weights: Weights, prefix: str, x: Tensor) -> Tensor:
 def feed_forward(config: ModelConfig, weights: Weights, x: Tensor, sparse: bool) -> Tensor:
     """x [T, H] -> [T, H]. The shared expert is neither weighted nor scaled."""
     if not sparse:
-        return _swiglu(weights.scope("mlp"), "", x)
+        return weights.summed(_swiglu(weights.scope("mlp"), "", x))
     scope = weights.scope("moe")
     expert_ids, expert_weights = ops.router(
         x,
@@ -31,6 +31,6 @@ def feed_forward(config: ModelConfig, weights: Weights, x: Tensor, sparse: bool)
         config.routed_scaling_factor,
     )
     routed = scope.experts(x, expert_ids, expert_weights)
-    if config.n_shared_experts == 0:
-        return routed
-    return routed + _swiglu(scope, "shared_", x)
+    if config.n_shared_experts:
+        routed = routed + _swiglu(scope, "shared_", x)
+    return weights.summed(routed)

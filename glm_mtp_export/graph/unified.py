@@ -9,7 +9,7 @@ from torch import Tensor
 
 from glm_mtp_export import ops
 from glm_mtp_export.artifact import CACHE_NAMES
-from glm_mtp_export.config import ModelConfig, SpeculationConfig
+from glm_mtp_export.config import ModelConfig, ParallelConfig, SpeculationConfig
 from glm_mtp_export.errors import ConfigError
 from glm_mtp_export.graph.attention import Caches, Rows
 from glm_mtp_export.graph.draft import draft_tokens
@@ -23,7 +23,7 @@ class UnifiedStep(torch.nn.Module):
     """One call of the step graph; inputs and outputs are those of `artifact.step_inputs` and `artifact.step_outputs`.
 
     valid_vocab: length of the tokenizer; logits beyond it are -inf in target and draft. thinking_end_ids: tokens that end the
-    thinking phase, for relaxed acceptance.
+    thinking phase, for relaxed acceptance. parallel: the weights passed in are one rank's slices, and inputs has `rank`.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class UnifiedStep(torch.nn.Module):
         speculation: SpeculationConfig,
         valid_vocab: int,
         thinking_end_ids: tuple[int, ...] = (),
+        parallel: ParallelConfig | None = None,
     ) -> None:
         super().__init__()
         if speculation.num_speculative_tokens and config.num_nextn_predict_layers != 1:
@@ -39,12 +40,13 @@ class UnifiedStep(torch.nn.Module):
                 f"num_nextn_predict_layers is {config.num_nextn_predict_layers}; drafting needs a model with exactly one "
                 "MTP layer. Export with --num-speculative-tokens 0 to use the model without drafts."
             )
-        self.config, self.speculation = config, speculation
+        self.config, self.speculation, self.parallel = config, speculation, parallel or ParallelConfig()
         self.valid_vocab, self.thinking_end_ids = valid_vocab, list(thinking_end_ids) or [-1]
 
     def forward(self, inputs: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run the step; caches come back as `<name>_out` and are new versions, not copies of a guess."""
-        config, speculation, scope = self.config, self.speculation, Weights(weights)
+        config, speculation = self.config, self.speculation
+        scope = Weights(weights, self.parallel, inputs.get("rank"))
         pools = [name for name in inputs if name.partition(".")[0] in CACHE_NAMES]
         caches = Caches({name: inputs[name] for name in pools})
         row_token_ids, positions, row_requests, logit_rows = ops.step_rows(
@@ -57,7 +59,7 @@ class UnifiedStep(torch.nn.Module):
         )
         rows = Rows(positions, row_requests, inputs["block_table"])
         hidden = target_hidden(config, scope, row_token_ids, rows, caches)
-        logits = ops.head_logits(hidden, logit_rows, scope["target.lm_head"], self.valid_vocab)
+        logits = scope.head_logits(hidden, logit_rows, self.valid_vocab)
         outputs, committed = self._accepted(inputs, logits)
         if speculation.num_speculative_tokens:
             shifted, last_rows, next_positions, request_ids = ops.shift_rows(

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from glm_mtp_export import ops
+from glm_mtp_export.config import ParallelConfig
 
 __all__ = ["Weights"]
 
@@ -17,12 +19,20 @@ __all__ = ["Weights"]
 class Weights:
     """`Weights(tensors).scope("target.layers.3")["input_norm"]` is `tensors["target.layers.3.input_norm"]`."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        parallel: ParallelConfig | None = None,
+        rank: Tensor | None = None,
+        prefix: str = "",
+    ) -> None:
+        """`rank` i32 [1] is needed when the weights are one rank's slices."""
         self._tensors, self._prefix = tensors, prefix
+        self.parallel, self._rank = parallel or ParallelConfig(), rank
 
     def scope(self, name: str) -> Weights:
         """The weights under `name`."""
-        return Weights(self._tensors, f"{self._prefix}{name}.")
+        return Weights(self._tensors, self.parallel, self._rank, f"{self._prefix}{name}.")
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[self._prefix + name]
@@ -36,8 +46,40 @@ class Weights:
             return ops.linear_fp8(x, self[name], self[f"{name}_scale"], int(to_f32))
         return ops.linear(x, self[name], int(to_f32))
 
+    def summed(self, partial: Tensor) -> Tensor:
+        """A product over columns that the ranks share out, summed over them."""
+        num_ranks = self.parallel.tensor_parallel_size
+        return partial if num_ranks == 1 else ops.all_reduce(partial, num_ranks)
+
+    def head_logits(self, hidden: Tensor, rows: Tensor, valid_vocab: int) -> Tensor:
+        """float32 logits [M, V] of chosen rows of hidden [T, H], whole vocabulary, -inf from valid_vocab on."""
+        num_ranks, head = self.parallel.tensor_parallel_size, self["target.lm_head"]
+        if num_ranks == 1:
+            return ops.head_logits(hidden, rows, head, valid_vocab)
+        logits = ops.all_gather_columns(ops.head_logits(hidden, rows, head, head.shape[0]), num_ranks)
+        inside = torch.arange(logits.shape[1], device=logits.device) < valid_vocab
+        return torch.where(inside, logits, -torch.inf)
+
+    def head_argmax(self, hidden: Tensor, name: str, valid_vocab: int) -> Tensor:
+        """Likeliest token of each row of hidden [B, H] under head `name`: i32 [B]."""
+        if self.parallel.tensor_parallel_size == 1:
+            return ops.head_argmax(hidden, self[name], valid_vocab)
+        assert self._rank is not None
+        value, ids = ops.head_best(hidden, self[name], self._rank, valid_vocab)
+        return ops.best_of_ranks(value, ids, self.parallel.tensor_parallel_size)
+
+    def local_experts(self, expert_ids: Tensor) -> Tensor:
+        """Ids within this rank's stack of experts; -1 for an expert of another rank."""
+        if not self.parallel.expert_parallel:
+            return expert_ids
+        assert self._rank is not None
+        count = self["w13"].shape[0]
+        own = expert_ids - self._rank * count
+        return torch.where((own >= 0) & (own < count), own, -1)
+
     def experts(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """Routed experts w13 and w2 in the format they are stored in."""
+        expert_ids = self.local_experts(expert_ids)
         if "w13_global" in self:
             names = ("w13", "w13_scale", "w13_global", "w2", "w2_scale", "w2_global")
             return ops.experts_nvfp4(x, expert_ids, expert_weights, *(self[n] for n in names))

@@ -1,5 +1,6 @@
 """The custom ops of the step graph: one record each, in OP_TABLE, and the torch operators they define."""
 
+from glm_mtp_export.ops.collectives import all_gather_columns, all_reduce, best_of_ranks, communicating, head_best
 from glm_mtp_export.ops.experts import experts, experts_fp8, experts_nvfp4
 from glm_mtp_export.ops.head import GlmMaskedLogits, head_argmax, head_logits
 from glm_mtp_export.ops.indexer import GlmIndexerHead, indexer
@@ -26,10 +27,15 @@ __all__ = [
     "Port",
     "accept",
     "add_rms_norm",
+    "all_gather_columns",
+    "all_reduce",
+    "best_of_ranks",
+    "communicating",
     "experts",
     "experts_fp8",
     "experts_nvfp4",
     "head_argmax",
+    "head_best",
     "head_logits",
     "indexer",
     "linear",
