@@ -1,0 +1,201 @@
+#!/usr/bin/env python3
+"""One command for a machine with a Hopper card: build the plugins, test the kernels, run the embedded model's engines.
+
+    python scripts/gpu_check.py --out DIR [--rtx DIR] [--stages plugins,kernels,nano]
+
+In: a checkout, nvcc, torch with CUDA, pytest; for `nano` the folder that scripts/rtx_runtime.py made (default build/rtx).
+Out: DIR/report.json and DIR/report.txt, a table; the logs of the stages beside them. Exit code 1 when a stage failed.
+
+Bounds: bfloat16 must give the oracle's ids but where its two likeliest tokens are closer than CLOSE_NATS (bfloat16 keeps
+8 bits, so nearly equal logits may swap); in FP8 and NVFP4 the first difference must lie where they are closer than
+CLOSE_NATS_QUANTISED, and accuracy must stay within one point of the oracle's. Cache rows must agree to CACHE_BOUNDS of the
+layer's largest value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+DTYPES = ("bfloat16", "float8_e4m3fn", "float4_e2m1fnx2")
+STAGES = ("plugins", "kernels", "nano")
+CLOSE_NATS, CLOSE_NATS_QUANTISED = 0.1, 1.5
+CACHE_BOUNDS = {"bfloat16": 0.05, "float8_e4m3fn": 0.25, "float4_e2m1fnx2": 0.5}
+KERNELS = ROOT / "build" / "kernels"
+
+
+def environment(rtx: Path | None = None) -> dict[str, str]:
+    """Variables of a stage; TensorRT-RTX needs its libraries on the loader's path before Python starts."""
+    paths = [str(ROOT), *([str(rtx)] if rtx else []), os.environ.get("PYTHONPATH", "")]
+    values = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p), "PYTHONUNBUFFERED": "1"}
+    if rtx:
+        libraries = str(rtx / "tensorrt_rtx_libs")
+        values["LD_LIBRARY_PATH"] = os.pathsep.join(p for p in (libraries, os.environ.get("LD_LIBRARY_PATH", "")) if p)
+    return values
+
+
+def run(name: str, command: list[str], out: Path, env: dict[str, str], limit: float) -> tuple[int, str, float]:
+    """Run a stage with its output in a log; return code, output, seconds."""
+    begin = time.perf_counter()
+    with (out / f"{name}.log").open("w", encoding="utf-8") as log:
+        try:
+            code = subprocess.run(
+                command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=limit, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = 124
+    text = (out / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+    return code, text, time.perf_counter() - begin
+
+
+def card() -> dict[str, Any]:
+    """What the driver says about the card."""
+    query = "name,driver_version,clocks.max.sm,memory.total"
+    found = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True, check=False
+    )
+    values = (
+        [value.strip() for value in found.stdout.strip().splitlines()[0].split(",")] if found.stdout.strip() else []
+    )
+    return dict(zip(query.split(","), values, strict=False))
+
+
+def plugins(out: Path) -> dict[str, Any]:
+    """Compile the plugin library and the kernel library of the tests."""
+    code, text, seconds = run(
+        "plugins", [sys.executable, "-m", "glm_mtp_export", "build-plugins"], out, environment(), 550
+    )
+    result: dict[str, Any] = {"passed": code == 0, "seconds": round(seconds, 1), "tail": text.strip().splitlines()[-3:]}
+    if code == 0:
+        configure = ["cmake", "-S", str(ROOT / "plugins" / "kernels"), "-B", str(KERNELS), "-G", "Ninja"]
+        build = ["cmake", "--build", str(KERNELS)]
+        script = " ".join(configure) + " && " + " ".join(build)
+        code, text, seconds = run("kernel_library", ["bash", "-c", script], out, environment(), 550)
+        result |= {"passed": code == 0, "kernel_library_seconds": round(seconds, 1)}
+    return result
+
+
+def kernels(out: Path) -> dict[str, Any]:
+    """The kernel tests on the card."""
+    env = environment() | {"GLM_KERNELS_LIB": str(KERNELS / "libglm_kernels.so")}
+    command = [sys.executable, "-m", "pytest", "tests/kernels", "-q", "-p", "no:cacheprovider"]
+    code, text, seconds = run("kernels", command, out, env, 550)
+    lines = text.strip().splitlines()
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return {"passed": code == 0, "seconds": round(seconds, 1), "summary": lines[-1:], "failed": failed[:40]}
+
+
+def start_oracle(out: Path, work: Path) -> subprocess.Popen[bytes]:
+    """Answers of the portable artifact, made on the CPU while the plugins compile."""
+    log = (out / "oracle.log").open("w", encoding="utf-8")
+    command = [sys.executable, "scripts/gpu_stages/nano.py", "oracle", str(work)]
+    return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT)
+
+
+def nano(out: Path, work: Path, rtx: Path, dtypes: tuple[str, ...]) -> dict[str, Any]:
+    """The embedded model in each weight format."""
+    results = {}
+    for dtype in dtypes:
+        command = [sys.executable, "scripts/gpu_stages/nano.py", "engine", str(work), dtype]
+        code, text, seconds = run(f"nano-{dtype}", command, out, environment(rtx), 300)
+        lines = text.strip().splitlines()
+        if code:
+            results[dtype] = {"passed": False, "seconds": round(seconds, 1), "tail": lines[-12:]}
+            continue
+        found = json.loads(lines[-1])
+        problems = judged(found)
+        results[dtype] = {"passed": not problems, "problems": problems, "seconds": round(seconds, 1), **found}
+    return results
+
+
+def judged(found: dict[str, Any]) -> list[str]:
+    """What breaks the bounds of the module docstring."""
+    dtype, problems = found["dtype"], []
+    close = CLOSE_NATS if dtype == "bfloat16" else CLOSE_NATS_QUANTISED
+    for difference in found["differences"]:
+        if difference["margin"] is None or difference["margin"] >= close:
+            problems.append(
+                f"exam {difference['exam']} differs at {difference['position']}, margin {difference['margin']}"
+            )
+    if found["right_percent"] < found["oracle_right_percent"] - 1:
+        problems.append(f"{found['right_percent']:.1f} % right, the oracle {found['oracle_right_percent']:.1f} %")
+    for cache, errors in found["cache_errors"].items():
+        if not max(errors) <= CACHE_BOUNDS[dtype]:
+            problems.append(f"{cache} is off by {max(errors):.3f} in layer {errors.index(max(errors))}")
+    return problems
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report for people."""
+    lines = [f"{report['date']}  {report['card'].get('name', 'no card')}", ""]
+    for name, stage in report["stages"].items():
+        if name != "nano":
+            lines.append(
+                f"{name}: {'passed' if stage['passed'] else 'FAILED'}, {stage['seconds']} s {stage.get('summary', '')}"
+            )
+    for dtype, found in report["stages"].get("nano", {}).items():
+        lines.append(
+            f"nano {dtype}: {'passed' if found['passed'] else 'FAILED'} {'; '.join(found.get('problems', []))}"
+        )
+        if "rows" not in found:
+            lines += [f"    {line}" for line in found["tail"]]
+            continue
+        worst = max(max(errors) for errors in found["cache_errors"].values())
+        lines.append(
+            f"    {found['exams']} exams: {len(found['differences'])} differ, {found['right_percent']:.1f} % right (oracle "
+            f"{found['oracle_right_percent']:.1f} %), caches within {worst:.4f}, {found['tokens_per_second']} tokens/s"
+        )
+        first, last = found["long_tokens_per_call"]
+        lines.append(f"    {found['long_tokens']} tokens: {first:.2f} a call at first, {last:.2f} at last")
+        for row in found["rows"]:
+            lines.append(
+                f"    batch {row['batch']:>2}  {row['step_ms']:.3f} ms (p90 {row['step_ms_p90']:.3f}), context {row['context']}"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run the stages asked for and write the report, also when one fails."""
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--out", type=Path, required=True)
+    cli.add_argument("--rtx", type=Path, default=ROOT / "build" / "rtx")
+    cli.add_argument("--stages", default=",".join(STAGES))
+    cli.add_argument("--dtypes", default=",".join(DTYPES))
+    args = cli.parse_args()
+    stages = args.stages.split(",")
+    if unknown := set(stages) - set(STAGES):
+        cli.error(f"--stages {','.join(sorted(unknown))}: known are {', '.join(STAGES)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    work = args.out / "work"
+    work.mkdir(exist_ok=True)
+    oracle = start_oracle(args.out, work) if "nano" in stages and not (work / "oracle.json").is_file() else None
+    report: dict[str, Any] = {"date": datetime.date.today().isoformat(), "card": card(), "stages": {}}
+    try:
+        if "plugins" in stages:
+            report["stages"]["plugins"] = plugins(args.out)
+        if "kernels" in stages:
+            report["stages"]["kernels"] = kernels(args.out)
+        if "nano" in stages:
+            report["stages"]["nano"] = nano(args.out, work, args.rtx.resolve(), tuple(args.dtypes.split(",")))
+    finally:
+        if oracle is not None:
+            oracle.terminate()
+        (args.out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        (args.out / "report.txt").write_text(table(report), encoding="utf-8")
+    print(table(report))
+    flat = [s for name, s in report["stages"].items() if name != "nano"] + list(
+        report["stages"].get("nano", {}).values()
+    )
+    sys.exit(0 if all(stage["passed"] for stage in flat) else 1)
+
+
+if __name__ == "__main__":
+    main()
