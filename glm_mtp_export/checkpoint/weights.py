@@ -8,8 +8,12 @@ untouched where the wanted format is the stored one; otherwise values go through
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -29,7 +33,8 @@ from glm_mtp_export.checkpoint.view import CheckpointView
 
 __all__ = ["PIECE_BYTES", "Part", "Progress", "entry_parts", "fill", "materialise", "pieces", "stream", "write_entry"]
 
-PIECE_BYTES = 1 << 26  # about what one piece takes as float32; bounds the memory of everything here
+PIECE_BYTES = 1 << 25  # about what one piece takes as float32; bounds the memory of everything here
+_NUM_READERS = min(4, os.cpu_count() or 1)  # numpy and reads release the interpreter; each holds a few pieces of memory
 Progress = Callable[[int], None]  # called with the bytes of the graph weight that were just finished
 _NUMPY: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
@@ -127,10 +132,26 @@ def entry_parts(view: CheckpointView, entry: WeightEntry) -> Iterator[Part]:
 
 def pieces(view: CheckpointView, entry: WeightEntry) -> Iterator[npt.NDArray[Any]]:
     """Consecutive parts of the weight in row-major order, each about PIECE_BYTES or less (an NVFP4 matrix is one
-    piece)."""
-    for part in entry_parts(view, entry):
-        for smaller in part.cut(entry):
-            yield smaller.made(entry)
+    piece).
+
+    The next few pieces are read and converted by threads while the caller works on this one.
+    """
+    parts = (smaller for part in entry_parts(view, entry) for smaller in part.cut(entry))
+    first = list(islice(parts, 2))
+    if len(first) < 2:
+        yield from (part.made(entry) for part in first)
+        return
+    with ThreadPoolExecutor(_NUM_READERS) as readers:
+        waiting: deque[Future[npt.NDArray[Any]]] = deque()
+        try:
+            for part in chain(first, parts):
+                waiting.append(readers.submit(part.made, entry))
+                if len(waiting) > _NUM_READERS:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            readers.shutdown(cancel_futures=True)
 
 
 def fill(

@@ -87,14 +87,14 @@ print(written, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1
 
 
 def test_three_gib_embedding_is_written_in_little_memory(tmp_path: Path) -> None:
-    """1.5 GiB of bf16 become 3 GiB of fp32; a piece takes 64 MiB, and conversion a few of them."""
+    """1.5 GiB of bf16 become 3 GiB of fp32; a piece takes 32 MiB, each of at most four readers a few of them."""
     raw = T6_CONFIG | {"vocab_size": 1 << 17, "hidden_size": 6144, "n_routed_experts": 2, "num_hidden_layers": 1}
     write_stand_in(tmp_path, {**raw, "tie_word_embeddings": True}, "bf16", filling="sparse")
     done = subprocess.run(
         [sys.executable, "-c", _WRITE, tmp_path], capture_output=True, text=True, cwd=ROOT, check=True
     )
     written, extra = map(int, done.stdout.split())
-    assert written == 3 * 2**30 and extra < 400e6
+    assert written == 3 * 2**30 and extra < 5 * 4 * 2**25
 
 
 def test_reader_imports_no_torch_and_no_onnx() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from glm_mtp_export.checkpoint import CheckpointView, materialise, weight_plan, 
 from glm_mtp_export.checkpoint.formats import StoredWeight
 from glm_mtp_export.checkpoint.numeric import bf16_to_f32
 from glm_mtp_export.checkpoint.synthetic import FORMATS, T6_CONFIG, Tensor, write_synthetic
+from glm_mtp_export.errors import CheckpointError
 
 BLOCK = (16, 16)
 
@@ -289,3 +291,29 @@ def test_reading_a_fresh_array_leaves_the_file_alone(tmp_path: Path) -> None:
     first = weight.bf16(0, 4)
     first[:] = 0
     assert weight.bf16(0, 4).any()
+
+
+def test_damage_found_by_a_reader_thread_reaches_the_caller(tmp_path: Path) -> None:
+    view = CheckpointView.open(write_synthetic(tmp_path))
+    entry = next(e for e in weight_plan(view, "portable", "bfloat16", False) if e.name.endswith("4.moe.w2"))
+    shard = view.weight("model.layers.4.mlp.experts.7.down_proj").values.file
+    shard.write_bytes(shard.read_bytes()[:2000])
+    with pytest.raises(CheckpointError, match=r"layers\.4\.mlp\.experts\.\d\.down_proj\.weight cannot be read"):
+        materialise(view, entry)
+
+
+def test_a_caller_that_stops_early_leaves_no_thread(tmp_path: Path) -> None:
+    view = CheckpointView.open(write_synthetic(tmp_path))
+    entry = next(e for e in weight_plan(view, "portable", "bfloat16", False) if e.name.endswith("4.moe.w2"))
+    before = threading.active_count()
+    stream = weights.pieces(view, entry)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert threading.active_count() == before
+
+
+def test_fill_refuses_a_buffer_of_another_size(tmp_path: Path) -> None:
+    view = CheckpointView.open(write_synthetic(tmp_path))
+    entry = weight_plan(view, "portable", "bfloat16", False)[0]
+    with pytest.raises(ValueError, match=r"target\.embed: buffer is uint8 \(3,\), expected uint8 \(81920,\)"):
+        weights.fill(view, entry, np.empty(3, np.uint8))
