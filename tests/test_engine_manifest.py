@@ -44,7 +44,10 @@ def test_round_trip(engine: EngineManifest, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"toolchain": {"tensorrt_rtx": "1.7.1.116", "cuda": "13.0"}}, "built with tensorrt_rtx 1.6.1.120, here is 1.7.1"),
+        (
+            {"toolchain": {"tensorrt_rtx": "1.7.1.116", "cuda": "13.0"}},
+            "built with tensorrt_rtx 1.6.1.120, here is 1.7.1",
+        ),
         ({"toolchain": {"cuda": "13.0"}}, "built with tensorrt_rtx 1.6.1.120, here is none"),
         ({"driver_cuda": "12.8"}, "needs CUDA 13.0, this driver serves 12.8"),
         ({"compute_capability": "7.5"}, "built for compute capability 8.0 or newer, this card has 7.5"),
