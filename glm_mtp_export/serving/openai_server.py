@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,7 @@ from glm_mtp_export.runtime.request import Delta
 from glm_mtp_export.runtime.runtime import Runtime
 from glm_mtp_export.serving.front import Event, Front, QueueFullError, UnavailableError
 from glm_mtp_export.serving.http_limits import BodyLimits, error_body
+from glm_mtp_export.serving.http_metrics import ResponseCounter
 from glm_mtp_export.serving.openai_requests import (
     PreparedRequest,
     UnknownModelError,
@@ -274,14 +276,16 @@ def create_app(runtime: Runtime, model: ServedModel, limits: ServerLimits | None
 
     app = fastapi.FastAPI(title="glm-mtp", version=__version__, lifespan=lifespan, redoc_url=None, docs_url=None)
     app.state.front = front
+    registry = runtime.metrics_registry()
     app.add_middleware(BodyLimits, max_bytes=limits.max_body_bytes, read_seconds=limits.read_seconds)
+    app.add_middleware(ResponseCounter, registry=registry)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(GlmMtpError, _on_error)
     app.add_exception_handler(SequenceFailedError, _on_error)
     app.add_exception_handler(Exception, _on_error)
     _add_generation(app, server)
-    _add_information(app, server, runtime)
+    _add_information(app, server, runtime, registry)
     _describe(app)
     return app
 
@@ -302,9 +306,7 @@ def _add_generation(app: fastapi.FastAPI, server: _Server) -> None:
         return await server.answer(http, body, prepare_completion, "cmpl")
 
 
-def _add_information(app: fastapi.FastAPI, server: _Server, runtime: Runtime) -> None:
-    registry = runtime.metrics_registry()
-
+def _add_information(app: fastapi.FastAPI, server: _Server, runtime: Runtime, registry: Any) -> None:
     def entry() -> dict[str, Any]:
         return {
             "id": server.model.name,
@@ -370,6 +372,7 @@ def run(
 
     directory = Path(engine_dir)
     limits = limits or ServerLimits()
+    listener = _listening_socket(host, port)  # before the engine, which may take minutes to load
     runtime = Runtime.load(directory, backend=backend)
     try:
         model = ServedModel.load(directory, model_name or directory.resolve().name, runtime.tokenizer)
@@ -377,12 +380,23 @@ def run(
     except BaseException:
         runtime.close()
         raise
-    uvicorn.run(
+    config = uvicorn.Config(
         app,
-        host=host,
-        port=port,
         log_level="info",
         timeout_keep_alive=75,
         timeout_graceful_shutdown=int(limits.drain_seconds) + 5,
         h11_max_incomplete_event_size=64 << 10,
     )
+    _log.info("serving %s on http://%s:%d/v1", model.name, host, port)
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _listening_socket(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        raise OptionError(f"{host}:{port} cannot be listened on ({error}). Choose another --host or --port.") from error
+    return listener

@@ -116,6 +116,7 @@ RAW: list[tuple[bytes, int, str]] = [
     ),
     (b"[" * 100_000, 400, "nests deeper than 64"),
     (b'{"messages": [{"role": "user", "content": "' + b"x" * 10_000_000 + b'"}]}', 413, "larger than 8388608 bytes"),
+    (b'{"messages": [{"role": "user", "content": "hi"}], "seed": ' + b"9" * 5000 + b"}", 400, "body"),
     (b'{"\\ud800": 1}', 400, "unicode string"),
 ]
 
@@ -166,6 +167,21 @@ def test_models_health_metrics(shared_server: RunningServer) -> None:
     before = _counter(shared_server, "glm_mtp_output_tokens_total")
     shared_server.post(PLAIN, {"prompt": "endless", "max_tokens": 7})
     assert _counter(shared_server, "glm_mtp_output_tokens_total") == before + 7
+
+
+def test_responses_are_counted_by_path_and_status(shared_server: RunningServer) -> None:
+    names = [
+        f'glm_mtp_http_responses_total{{path="{path}",status="{status}"}}'
+        for path, status in ((PLAIN, 200), (PLAIN, 400), ("other", 404))
+    ]
+    shared_server.post(PLAIN, {"prompt": "x", "max_tokens": 1})
+    shared_server.post(PLAIN, {"prompt": ""})
+    shared_server.get("/any/thing")
+    before = [_counter(shared_server, name) for name in names]
+    shared_server.post(PLAIN, {"prompt": "x", "max_tokens": 1})
+    shared_server.post(PLAIN, {"prompt": ""})
+    shared_server.get("/any/other/thing")
+    assert [_counter(shared_server, name) for name in names] == [count + 1 for count in before]
 
 
 def _counter(server: RunningServer, name: str) -> float:
