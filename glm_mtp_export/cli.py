@@ -196,6 +196,7 @@ def export(
 @click.option("--backend", type=click.Choice(["onnxruntime", "tensorrt", "tensorrt-rtx"]), default=None)
 @click.option("--profile", default=None, help="Name in engines/ or a TOML file; default: nano-cpu.")
 @click.option("--check-only", is_flag=True, help="Build without a GPU to check the graph; the engine is not kept.")
+@click.option("--plugins", type=_DIRECTORY, default=None, help="Plugin library; default: what build-plugins made.")
 @click.option("--strict-plugins", is_flag=True, help="Fail when a custom op would fall back to its ONNX body.")
 @click.option("--timing-cache", type=_DIRECTORY, default=None, help="Reuse kernel timings; a damaged file is ignored.")
 def build_engine(
@@ -203,6 +204,7 @@ def build_engine(
     backend: str | None,
     profile: str | None,
     check_only: bool,
+    plugins: Path | None,
     strict_plugins: bool,
     timing_cache: Path | None,
 ) -> None:
@@ -228,7 +230,12 @@ def build_engine(
     from glm_mtp_export.engine import tensorrt
 
     report = tensorrt.build(
-        artifact, chosen, strict_plugins=strict_plugins, check_only=check_only, timing_cache=timing_cache
+        artifact,
+        chosen,
+        plugins=plugins,
+        strict_plugins=strict_plugins,
+        check_only=check_only,
+        timing_cache=timing_cache,
     )
     click.echo(
         f"{artifact}: {chosen.backend} engine {'checked' if check_only else 'ready'}; "
