@@ -96,6 +96,12 @@ def test_a_forced_tool_choice_calls_a_tool(server: RunningServer, choice: Any, t
         assert isinstance(json.loads(call.function.arguments), dict)
 
 
+def test_one_call_at_most_on_request(server: RunningServer) -> None:
+    answer = chat(server, user("What is the weather in Bado?"), tools=TOOLS, parallel_tool_calls=False, max_tokens=200)
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Bado"}')
+
+
 def test_response_format(server: RunningServer) -> None:
     schema = {
         "type": "object",
