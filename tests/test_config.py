@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm_mtp_export.checkpoint.synthetic import T6_CONFIG
+from glm_mtp_export.checkpoint.layouts import GLM_5_2_CONFIG, T6_CONFIG
 from glm_mtp_export.config import DENSE, FULL, SHARED, SPARSE, ModelConfig, load_config, parse_config
 from glm_mtp_export.errors import ConfigError
 
@@ -149,6 +149,29 @@ def test_dense_layers_in_truncated_models() -> None:
     listed = parse(mlp_layer_types=[DENSE, DENSE] + [SPARSE] * 4)
     assert listed.mlp_layer_types == (DENSE, DENSE) + (SPARSE,) * 4
     assert "disagree from layer 1 on" in listed.notices[0]
+
+
+# The family: GLM-5 and 5.1 have every layer full and a shorter context; 5.3 is laid out as 5.2
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_full"),
+    [
+        ({"index_topk_freq": None, "index_skip_topk_offset": None, "indexer_types": None, "rope_theta": 1000000}, 78),
+        ({}, 21),
+        ({"moe_router_dtype": "float32", "num_experts": 256, "bos_token_id": 0, "mlp_bias": False}, 21),
+        ({"layer_types": ["deepseek_sparse_attention"] * 78}, 21),
+        ({"index_topk_pattern": None, "ep_size": 1, "pretraining_tp": 1, "transformers_version": "5.12.0"}, 21),
+    ],
+)
+def test_configs_of_the_family(changes: dict[str, Any], num_full: int) -> None:
+    raw = GLM_5_2_CONFIG | changes
+    if "rope_theta" in changes:
+        raw |= {"rope_parameters": None, "max_position_embeddings": 202752}
+    config = parse_config(raw, "config.json")
+    assert len(config.full_layers) == num_full and config.notices == ()
+    assert config.mlp_layer_types.count(DENSE) == 3 and config.qk_head_dim == 256 and config.mla_width == 576
+    assert config.rope_theta == (1e6 if num_full == 78 else 8e6)
 
 
 # Unknown and wrong

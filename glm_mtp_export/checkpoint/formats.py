@@ -33,6 +33,7 @@ from glm_mtp_export.checkpoint.numeric import (
     e4m3_to_f32,
     e8m0_to_f32,
     f32_to_bf16,
+    row_chunks,
     unpack_nibbles,
 )
 from glm_mtp_export.errors import CheckpointError
@@ -82,6 +83,12 @@ class StoredWeight:
 
     def floats(self, start: int, stop: int) -> F32:
         """Dequantised rows [stop - start, columns]."""
+        values = np.empty((stop - start, self.num_columns), np.float32)
+        for first, last in row_chunks(start, stop, self.num_columns):
+            values[first - start : last - start] = self._floats(first, last)
+        return values
+
+    def _floats(self, start: int, stop: int) -> F32:
         if self.format == PLAIN:
             return _plain_floats(self._raw(start, stop), self.values.dtype)
         if self.format == NVFP4:
@@ -97,7 +104,10 @@ class StoredWeight:
         if self.format == PLAIN and self.values.dtype == "BF16":
             bits: U16 = self._raw(start, stop)
             return bits
-        return f32_to_bf16(self.floats(start, stop))
+        values = np.empty((stop - start, self.num_columns), np.uint16)
+        for first, last in row_chunks(start, stop, self.num_columns):
+            values[first - start : last - start] = f32_to_bf16(self._floats(first, last))
+        return values
 
     @property
     def has_kernel_blocks(self) -> bool:
