@@ -1,4 +1,5 @@
-// GlmExperts, GlmExpertsFp8, GlmExpertsNvfp4: sort by expert, spread the activations, gate/up + SwiGLU, down, weighted sum.
+// GlmExperts, GlmExpertsFp8, GlmExpertsNvfp4: sort by expert, spread the activations, gate/up + SwiGLU, down, weighted
+// sum.
 //
 // Bound. Few rows: the bytes of the distinct experts hit (4 rows x 8: 30.5 experts, 1.15 GB FP8, 268 us; NVFP4 151 us).
 // Many rows: 2 * T * top_k * 3 * hidden * intermediate operations (8192 rows: 4.9 TFLOP, 3.5 ms at 1.4 PFLOP/s).
@@ -23,15 +24,15 @@ struct ExpertShape {
   int num_slots() const { return num_rows * top_k; }
 };
 
-// Rows a tile takes: about the mean number of rows of an expert that has any, since smaller tiles read a popular expert's
-// weights again (from L2) and larger ones carry padding through shared memory.
+// Rows a tile takes: about the mean number of rows of an expert that has any, since smaller tiles read a popular
+// expert's weights again (from L2) and larger ones carry padding through shared memory.
 int tokens_per_tile(const ExpertShape& shape) {
   const int64_t mean_rows = ceil_div(shape.num_slots(), shape.num_experts);
   int tokens = 8;
-  if (mean_rows > 1) tokens = 16;
-  if (mean_rows > 4) tokens = 32;
-  if (mean_rows > 16) tokens = 64;
-  if (mean_rows > 40) tokens = 128;
+  if (mean_rows > 5) tokens = 16;
+  if (mean_rows > 11) tokens = 32;
+  if (mean_rows > 24) tokens = 64;
+  if (mean_rows > 80) tokens = 128;
   return tokens;
 }
 
@@ -74,8 +75,8 @@ struct ExpertWeights {
 int check_experts(const char* entry, const ExpertShape& shape, const void* x, const int32_t* expert_ids,
                   const float* expert_weights, const void* out, const ExpertWeights& weights) {
   const int multiple = weights.format == WeightFormat::kNvfp4 ? 32 : 16;
-  if (shape.num_rows < 0 || shape.hidden < multiple || shape.intermediate < multiple ||
-      shape.hidden % multiple != 0 || shape.intermediate % multiple != 0) {
+  if (shape.num_rows < 0 || shape.hidden < multiple || shape.intermediate < multiple || shape.hidden % multiple != 0 ||
+      shape.intermediate % multiple != 0) {
     return glm::refuse("%s: num_rows %d, hidden %d, intermediate %d; both must be positive multiples of %d", entry,
                        shape.num_rows, shape.hidden, shape.intermediate, multiple);
   }
@@ -118,10 +119,16 @@ int run_experts(const char* entry, const ExpertShape& shape, const void* x, cons
   auto* gated_scales = reinterpret_cast<float*>(bytes + plan.gated_scales);
   const bool fp8 = weights.format == WeightFormat::kFp8, nvfp4 = weights.format == WeightFormat::kNvfp4;
 
-  glm::route_rows(expert_ids, shape.num_slots(), shape.num_experts, tokens_per_tile(shape), tables, stream);
-  GLM_RETURN_IF(glm::launch_status(entry));
-  glm::spread_activations(weights.format, x, tables.positions, shape.top_k, shape.num_rows, shape.hidden,
-                          bytes + plan.activations, activation_scales, plan.scale_stride, stream);
+  if (shape.num_slots() <= glm::kMaxFewSlots) {
+    glm::route_and_spread(weights.format, x, expert_ids, shape.top_k, shape.num_experts, tokens_per_tile(shape), tables,
+                          shape.num_rows, shape.hidden, bytes + plan.activations, activation_scales, plan.scale_stride,
+                          stream);
+  } else {
+    glm::route_rows(expert_ids, shape.num_slots(), shape.num_experts, tokens_per_tile(shape), tables, stream);
+    GLM_RETURN_IF(glm::launch_status(entry));
+    glm::spread_activations(weights.format, x, tables.positions, shape.top_k, shape.num_rows, shape.hidden,
+                            bytes + plan.activations, activation_scales, plan.scale_stride, stream);
+  }
   GLM_RETURN_IF(glm::launch_status(entry));
 
   glm::StreamCall up = {};
@@ -147,6 +154,7 @@ int run_experts(const char* entry, const ExpertShape& shape, const void* x, cons
   GLM_RETURN_IF(glm::weight_stream(up, stream));
 
   glm::StreamCall down = up;
+  down.tiles_are_old = true;
   down.output = glm::StreamOutput::kBf16;
   down.weight = weights.w2;
   down.weight_scale = weights.w2_scale;
@@ -162,7 +170,8 @@ int run_experts(const char* entry, const ExpertShape& shape, const void* x, cons
   down.out_scale = nullptr;
   GLM_RETURN_IF(glm::weight_stream(down, stream));
 
-  glm::combine_slots(down.out, tables.positions, expert_weights, shape.num_rows, shape.top_k, shape.hidden, out, stream);
+  glm::combine_slots(down.out, tables.positions, expert_weights, shape.num_rows, shape.top_k, shape.hidden, out,
+                     stream);
   return glm::launch_status(entry);
 }
 

@@ -54,8 +54,10 @@ int check_head(const char* entry, const void* x, const void* weight, const void*
                int vocab, int valid_vocab) {
   if (num_rows < 0 || hidden < 16 || hidden % 16 != 0 || vocab < 16 || vocab % 16 != 0 || valid_vocab < 0 ||
       valid_vocab > vocab) {
-    return glm::refuse("%s: num_rows %d, hidden %d, vocab %d, valid_vocab %d; hidden and vocab are positive multiples of "
-                       "16, valid_vocab <= vocab", entry, num_rows, hidden, vocab, valid_vocab);
+    return glm::refuse(
+        "%s: num_rows %d, hidden %d, vocab %d, valid_vocab %d; hidden and vocab are positive multiples of "
+        "16, valid_vocab <= vocab",
+        entry, num_rows, hidden, vocab, valid_vocab);
   }
   if (num_rows == 0) return 0;
   GLM_RETURN_IF(glm::check_pointer(entry, "x", x, 16));
@@ -75,7 +77,7 @@ glm::StreamCall head_call(const void* tokens, const void* weight, int num_rows, 
   call.tokens = tokens;
   call.token_stride = hidden;
   call.num_tokens = num_rows;
-  call.tokens_per_tile = glm::dense_tokens_per_tile(num_rows);
+  call.tokens_per_tile = glm::dense_plan(num_rows, vocab, hidden, call.format).tokens_per_tile;
   call.num_splits = 1;
   call.valid_rows = valid_vocab;
   return call;

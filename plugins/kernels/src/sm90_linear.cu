@@ -36,8 +36,9 @@ glm::StreamCall dense_call(glm::WeightFormat format, const void* weight, int num
   call.k = in_features;
   call.token_stride = in_features;
   call.num_tokens = num_rows;
-  call.tokens_per_tile = glm::dense_tokens_per_tile(num_rows);
-  call.num_splits = glm::dense_num_splits(num_rows, out_features, in_features, format);
+  const glm::DensePlan plan = glm::dense_plan(num_rows, out_features, in_features, format);
+  call.tokens_per_tile = plan.tokens_per_tile;
+  call.num_splits = plan.num_splits;
   call.valid_rows = out_features;
   call.out = out;
   call.out_stride = out_features;

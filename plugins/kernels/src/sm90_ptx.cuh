@@ -47,8 +47,8 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
-__device__ __forceinline__ void copy_tensor_2d(uint32_t target, const CUtensorMap* map, uint32_t barrier, int c0, int c1,
-                                               uint64_t policy) {
+__device__ __forceinline__ void copy_tensor_2d(uint32_t target, const CUtensorMap* map, uint32_t barrier, int c0,
+                                               int c1, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
@@ -56,8 +56,8 @@ __device__ __forceinline__ void copy_tensor_2d(uint32_t target, const CUtensorMa
       : "memory");
 }
 
-__device__ __forceinline__ void copy_tensor_5d(uint32_t target, const CUtensorMap* map, uint32_t barrier, int c0, int c1,
-                                               int c2, int c3, int c4, uint64_t policy) {
+__device__ __forceinline__ void copy_tensor_5d(uint32_t target, const CUtensorMap* map, uint32_t barrier, int c0,
+                                               int c1, int c2, int c3, int c4, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(target),
@@ -80,10 +80,6 @@ __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
 
 __device__ __forceinline__ void named_barrier_sync(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
-}
-
-__device__ __forceinline__ void named_barrier_arrive(int id, int num_threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
 // Programmatic dependent launch. wait: everything earlier in the stream has finished and is visible. Each CTA of a
@@ -122,6 +118,24 @@ __device__ __forceinline__ float load_cluster_float(uint32_t address) {
   return value;
 }
 
+// Four 8x8 matrices of 16-bit values; lane l names the 16-byte row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&fragments)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragments[0]), "=r"(fragments[1]), "=r"(fragments[2]), "=r"(fragments[3])
+               : "r"(address)
+               : "memory");
+}
+
+// Warp-level product of bf16: sum[16 x 8] += a[16 x 16] b[16 x 8].
+__device__ __forceinline__ void multiply_16x8x16(float* sum, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                                 uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
 __device__ __forceinline__ void warpgroup_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending>
@@ -129,8 +143,8 @@ __device__ __forceinline__ void warpgroup_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Shared-memory operand: rows of 128 bytes, 128-byte swizzle, 8-row groups 1024 bytes apart, tile aligned to 1024 bytes.
-// Stepping along K inside the 128 bytes adds the byte offset / 16 to the descriptor.
+// Shared-memory operand: rows of 128 bytes, 128-byte swizzle, 8-row groups 1024 bytes apart, tile aligned to 1024
+// bytes. Stepping along K inside the 128 bytes adds the byte offset / 16 to the descriptor.
 __device__ __forceinline__ uint64_t swizzled_descriptor(uint32_t address) {
   uint64_t descriptor = static_cast<uint64_t>((address & 0x3FFFF) >> 4);
   descriptor |= static_cast<uint64_t>(1) << 16;   // leading offset, unused with a swizzle

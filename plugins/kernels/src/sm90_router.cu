@@ -51,7 +51,8 @@ __global__ void __launch_bounds__(kThreads)
   for (int e = threadIdx.x; e < rule.num_experts; e += kThreads) {
     float logit = 0.f;
 #pragma unroll 8
-    for (int s = 0; s < num_splits; ++s) logit += partial_logits[(s * static_cast<int64_t>(num_rows) + row) * rule.num_experts + e];
+    for (int s = 0; s < num_splits; ++s)
+      logit += partial_logits[(s * static_cast<int64_t>(num_rows) + row) * rule.num_experts + e];
     const float score = 1.f / (1.f + expf(-logit));
     scores[e] = score;
     choices[e] = score + bias[e];
@@ -116,7 +117,14 @@ __global__ void __launch_bounds__(kThreads)
 
 constexpr int64_t kSlots = 132;  // SMs of an H200
 
-// A router's few weight tiles would leave most SMs idle: cut K finely, two steps of 64 a CTA. The same for all rows <= 64.
+int tokens_per_tile(int num_rows) {
+  int tokens = 8;
+  while (tokens < num_rows && tokens < 128) tokens *= 2;
+  return tokens;
+}
+
+// A router's few weight tiles would leave most SMs idle: cut K finely, two steps of 64 a CTA. The same for all rows
+// <= 64.
 int num_splits(int num_rows, int hidden, int num_experts) {
   const int64_t tiles = glm::ceil_div(num_experts, 128) * glm::ceil_div(num_rows, 128);
   int64_t splits = kSlots / tiles;
@@ -143,13 +151,17 @@ int glm_router(const void* x, const void* weight, const float* bias, int32_t* ex
   const char* entry = "glm_router";
   if (num_rows < 0 || hidden < 16 || hidden % 16 != 0 || num_experts < 16 || num_experts % 16 != 0 ||
       num_experts > kMaxExperts) {
-    return glm::refuse("%s: num_rows %d, hidden %d, num_experts %d; hidden and num_experts are positive multiples of 16, "
-                       "num_experts <= %d", entry, num_rows, hidden, num_experts, kMaxExperts);
+    return glm::refuse(
+        "%s: num_rows %d, hidden %d, num_experts %d; hidden and num_experts are positive multiples of 16, "
+        "num_experts <= %d",
+        entry, num_rows, hidden, num_experts, kMaxExperts);
   }
   if (n_group < 1 || n_group > kMaxGroups || num_experts % n_group != 0 || topk_group < 1 || topk_group > n_group ||
       top_k < 1 || top_k > kMaxTopK || top_k > topk_group * (num_experts / n_group)) {
-    return glm::refuse("%s: top_k %d (1..%d), n_group %d (1..%d, divides %d experts), topk_group %d; the kept groups must "
-                       "hold top_k experts", entry, top_k, kMaxTopK, n_group, kMaxGroups, num_experts, topk_group);
+    return glm::refuse(
+        "%s: top_k %d (1..%d), n_group %d (1..%d, divides %d experts), topk_group %d; the kept groups must "
+        "hold top_k experts",
+        entry, top_k, kMaxTopK, n_group, kMaxGroups, num_experts, topk_group);
   }
   if (num_rows == 0) return 0;
   GLM_RETURN_IF(glm::check_pointer(entry, "x", x, 16));
@@ -171,7 +183,7 @@ int glm_router(const void* x, const void* weight, const float* bias, int32_t* ex
   call.tokens = x;
   call.token_stride = hidden;
   call.num_tokens = num_rows;
-  call.tokens_per_tile = glm::dense_tokens_per_tile(num_rows);
+  call.tokens_per_tile = tokens_per_tile(num_rows);
   call.num_splits = num_splits(num_rows, hidden, num_experts);
   call.valid_rows = num_experts;
   call.out = workspace;

@@ -14,22 +14,36 @@ int weight_stream(const StreamCall& call, cudaStream_t stream) {
   return refuse("weight stream: unknown weight format");
 }
 
-int dense_tokens_per_tile(int num_tokens) {
-  int tokens = 8;
-  while (tokens < num_tokens && tokens < 128) tokens *= 2;
-  return tokens;
+namespace {
+
+constexpr int64_t kNumSms = 132;  // H200
+
+// Clocks of one step of 16 KB of weights: the tensor core, or shared memory where tiles are narrow.
+int64_t wave_clocks(int64_t num_tiles, int64_t clocks_per_tile) {
+  return ceil_div(num_tiles, kNumSms) * clocks_per_tile;
 }
 
-int dense_num_splits(int num_tokens, int rows, int k, WeightFormat format) {
+}  // namespace
+
+DensePlan dense_plan(int num_tokens, int rows, int k, WeightFormat format) {
+  DensePlan plan = {8, 1};
+  while (plan.tokens_per_tile < num_tokens && plan.tokens_per_tile < 128) plan.tokens_per_tile *= 2;
+  const int64_t row_tiles = ceil_div(rows, 128);
+  // 128 rows x 128 tokens read more shared memory than the tensor core needs (640 clocks a step, not 512); 256 tokens
+  // do not, but leave more of the last wave empty.
+  if (format == WeightFormat::kBf16 && num_tokens > 128 &&
+      wave_clocks(row_tiles * ceil_div(num_tokens, 256), 1050) <
+          wave_clocks(row_tiles * ceil_div(num_tokens, 128), 640)) {
+    plan.tokens_per_tile = 256;
+  }
   const int step = format == WeightFormat::kFp8 ? 128 : format == WeightFormat::kNvfp4 ? 256 : 64;
-  const int tokens_per_tile = dense_tokens_per_tile(num_tokens);
-  const int64_t slots = tokens_per_tile <= 64 ? 264 : 132;  // CTAs that an H200's 132 SMs hold at once
-  const int64_t tiles = ceil_div(rows, 128) * ceil_div(num_tokens, tokens_per_tile);
-  const int64_t by_steps = ceil_div(k, step) / 4;  // a CTA's first bytes take a microsecond: give it four steps at least
-  int64_t splits = slots / tiles;
-  if (splits > by_steps) splits = by_steps;
-  if (splits > 8) splits = 8;  // portable cluster size
-  return splits < 1 ? 1 : static_cast<int>(splits);
+  const int64_t slots = plan.tokens_per_tile <= 64 ? 2 * kNumSms : kNumSms;
+  int64_t splits = slots / (row_tiles * ceil_div(num_tokens, plan.tokens_per_tile));
+  const int64_t most = ceil_div(k, step) / 4;  // a CTA's first bytes take a microsecond: give it four steps at least
+  if (splits > most) splits = most;
+  if (splits > 4) splits = 4;  // larger clusters wait for free SMs of one group (measured: 8 is slower than 4)
+  plan.num_splits = splits < 1 ? 1 : static_cast<int>(splits);
+  return plan;
 }
 
 }  // namespace glm

@@ -2,16 +2,16 @@
 //
 // Bound. Few tokens: every weight byte is read once, so bytes / 4.3 TB/s (o_proj FP8 100.7 MB 23.4 us; one expert FP8
 // 37.7 MB 8.8 us, NVFP4 21.2 MB 4.9 us). The tensor core takes a weight tile from shared memory seven times faster than
-// HBM delivers it, so nothing but bytes in flight matters: two CTAs an SM with rings of 4..6 stages of 16 KB of weights.
-// Many tokens: 2 * tokens * rows * k operations at 790 TFLOP/s (BF16) or 1.4 PFLOP/s (FP8).
+// HBM delivers it, so nothing but bytes in flight matters: two CTAs an SM with rings of 4..6 stages of 16 KB of
+// weights. Many tokens: 2 * tokens * rows * k operations at 790 TFLOP/s (BF16) or 1.4 PFLOP/s (FP8).
 //
 // Roles. Warps 0-3 and 4-7 are two consumer warpgroups (64 weight rows each), warp 8 fills the ring. A stage holds one
 // K step: 128 bytes of K of every weight row, the same K of the tokens, and scales. The copy engine zero-fills beyond
 // the tensors' ends, so K and row tails need no masks on the way in; the writers mask on the way out.
 //
 // Weight rows of a tile: 16 groups of 8 rows, written by one 5-D copy as (k, 8 rows, 2, 8 groups). Plain products use
-// it as 128 consecutive rows. With kGlu the middle 2 are gate and up, so lane (g, t) of the accumulator layout holds gate
-// (row g) and up (row g + 8) of the same intermediate column, and SwiGLU happens in registers.
+// it as 128 consecutive rows. With kGlu the middle 2 are gate and up, so lane (g, t) of the accumulator layout holds
+// gate (row g) and up (row g + 8) of the same intermediate column, and SwiGLU happens in registers.
 //
 // Clusters. A dense product may split K over up to 8 CTAs: partial tiles meet through distributed shared memory and are
 // added in rank order. FP8 kGlu pairs two tiles of 64 columns: they exchange one maximum a token for the 1x128 scale.
@@ -48,6 +48,7 @@ struct StreamParameters {
   const uint8_t* packed_scale;
   const float* weight_global;
   TokenTiles tiles;
+  bool early_weights;  // tables and weights are older than the kernel before: fetch weights before waiting for it
   void* out;
   float* out_scale;
   uint64_t weight_policy;
@@ -66,10 +67,12 @@ struct StreamShape {
   static constexpr int kTokenStageBytes = kTokenSlices * kTokenSliceBytes;
   static constexpr int kScaleStageBytes = kFp8 ? (kTokens * 4 < 128 ? 128 : kTokens * 4) : kNvfp4 ? kTileRows * 16 : 0;
   static constexpr int kStageBytes = kWeightStageBytes + kTokenStageBytes + kScaleStageBytes;
-  // Two CTAs share an SM's 227 KB while a step's tokens are small; the last kilobytes hold scales, barriers, alignment.
-  // FP8 with 128 tokens needs 64 + 64 accumulators a thread, too many registers for two.
-  static constexpr int kCtasPerSm = kTokenStageBytes <= 16384 && (kTokens <= 64 || !kFp8) ? 2 : 1;
-  static constexpr int kRingBudget = (kCtasPerSm == 2 ? 113 : 226) * 1024 - 7 * 1024;
+  // Few tokens: two CTAs an SM. Rows of a tile lie in different DRAM pages, so HBM needs deep queues: three stages a
+  // CTA instead of six lost a fifth of the bandwidth in products of one wave. The last kilobytes hold scales and
+  // barriers.
+  static constexpr bool kShareSm = kTokens <= 64 && !(kNvfp4 && kTokens > 32);
+  static constexpr int kCtasPerSm = kShareSm ? 2 : 1;
+  static constexpr int kRingBudget = (kShareSm ? 113 : 226) * 1024 - 7 * 1024;
   static constexpr int kFitting = kRingBudget / kStageBytes;
   static constexpr int kStages = kFitting > 8 ? 8 : kFitting;
   static constexpr int kTokenOffset = kStages * kWeightStageBytes;
@@ -98,10 +101,10 @@ __device__ __forceinline__ StreamJob stream_job(const StreamParameters& p, int t
   if (p.tiles.num_tiles != nullptr) {
     const int tile = blockIdx.x / p.row_tiles;
     job.row_tile = blockIdx.x % p.row_tiles;
-    job.active = tile < *p.tiles.num_tiles;
-    job.expert = job.active ? p.tiles.expert[tile] : 0;
-    job.first_token = job.active ? p.tiles.first_row[tile] : 0;
-    job.num_tokens = job.active ? p.tiles.num_rows[tile] : 0;
+    job.active = tile < __ldcg(p.tiles.num_tiles);  // from L2: an earlier call's tables may sit in L1
+    job.expert = job.active ? __ldcg(p.tiles.expert + tile) : 0;
+    job.first_token = job.active ? __ldcg(p.tiles.first_row + tile) : 0;
+    job.num_tokens = job.active ? __ldcg(p.tiles.num_rows + tile) : 0;
     return job;
   }
   // Bands of tokens_per_band token tiles: the CTAs that run together form a near-square patch, so both operands come
@@ -138,9 +141,9 @@ __device__ __forceinline__ void load_packed_scales(const StreamParameters& p, co
   for (int r = lane; r < kTileRows; r += 32) {
     const int column = glu ? job.row_tile * (kTileRows / 2) + (r >> 4) * 8 + (r & 7) : job.row_tile * kTileRows + r;
     if (column >= p.rows) continue;  // the weights there are zero
-    const uint8_t* source = p.packed_scale +
-                            (static_cast<int64_t>(job.expert) * all_rows + weight_row(p, glu, job.row_tile, r)) *
-                                row_bytes + step * 16;
+    const uint8_t* source =
+        p.packed_scale +
+        (static_cast<int64_t>(job.expert) * all_rows + weight_row(p, glu, job.row_tile, r)) * row_bytes + step * 16;
     if (row_bytes % 16 == 0) {
       copy_async_16(target + r * 16, source);
     } else {
@@ -162,16 +165,16 @@ __device__ __forceinline__ void produce(const StreamParameters& p, const StreamJ
   const uint32_t full = base + Shape::kBarrierOffset, empty = full + Shape::kStages * 8;
   const int num_steps = job.end_step - job.first_step;
   const int element_step = Shape::kNvfp4 ? Shape::kStepK / 2 : Shape::kStepK;  // in elements of the weight map
-  const bool early = p.tiles.num_tiles == nullptr;
   if (!Shape::kNvfp4 && lane != 0) return;
 
   auto load_weights = [&](int i) {
     const int stage = i % Shape::kStages, step = job.first_step + i;
     if (lane == 0) {
-      barrier_expect_bytes(full + stage * 8, kWeightStageBytes + Shape::kTokenStageBytes + (Shape::kFp8 ? kTokens * 4 : 0));
+      barrier_expect_bytes(full + stage * 8,
+                           kWeightStageBytes + Shape::kTokenStageBytes + (Shape::kFp8 ? kTokens * 4 : 0));
       const int group = job.row_tile * 8;  // of 8 gate and 8 up rows (kGlu), or of 16 rows
-      copy_tensor_5d(base + stage * kWeightStageBytes, &p.weight_map, full + stage * 8, step * element_step, 0, 0, group,
-                     job.expert, p.weight_policy);
+      copy_tensor_5d(base + stage * kWeightStageBytes, &p.weight_map, full + stage * 8, step * element_step, 0, 0,
+                     group, job.expert, p.weight_policy);
     }
     if (Shape::kNvfp4) {
       const int offset = Shape::kScaleOffset + stage * Shape::kScaleStageBytes;
@@ -195,7 +198,7 @@ __device__ __forceinline__ void produce(const StreamParameters& p, const StreamJ
 
   // Dense weights do not depend on the previous kernel: fill the ring with them before waiting for it.
   int issued = 0;
-  if (early) {
+  if (p.early_weights) {
     for (; issued < min(num_steps, Shape::kStages); ++issued) load_weights(issued);
     wait_for_previous_kernels();
     for (int i = 0; i < issued; ++i) load_tokens(i);
@@ -246,41 +249,25 @@ __device__ __forceinline__ void promote(const float (&partial)[kTokens / 2], con
   }
 }
 
-// With many tokens the two warpgroups take turns at the tensor core, so that one scales its products while the other
-// multiplies; left alone they fall into step, and both leave the tensor core idle at the same time.
 template <int kTokens>
 __device__ __forceinline__ void consume_fp8(const StreamJob& job, uint32_t base, const uint8_t* shared,
-                                            const float* gate_scale, const float* up_scale,
-                                            float (&sum)[kTokens / 2]) {
+                                            const float* gate_scale, const float* up_scale, float (&sum)[kTokens / 2]) {
   using Shape = StreamShape<WeightFormat::kFp8, kTokens>;
-  constexpr bool kTakeTurns = kTokens >= 128;
-  constexpr int kFirstTurnBarrier = 2;
   const uint32_t full = base + Shape::kBarrierOffset, empty = full + Shape::kStages * 8;
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32;
   const int num_steps = job.end_step - job.first_step;
   float partial[kTokens / 2];
 #pragma unroll
   for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0.f;
-  if (kTakeTurns && warpgroup == 1) named_barrier_arrive(kFirstTurnBarrier, kConsumerThreads);
   for (int i = 0, stage = 0, phase = 0; i < num_steps; ++i) {
     barrier_wait(full + stage * 8, phase);
     const uint64_t a = swizzled_descriptor(base + stage * kWeightStageBytes + warpgroup * 8192);
     const uint64_t b = swizzled_descriptor(base + Shape::kTokenOffset + stage * Shape::kTokenStageBytes);
     const float gate = gate_scale[i], up = up_scale[i];
-    if (kTakeTurns) named_barrier_sync(kFirstTurnBarrier + warpgroup, kConsumerThreads);
     warpgroup_fence();
 #pragma unroll
-    for (int kk = 0; kk < 4; ++kk) {
-      StreamMma<kTokens>::wgmma_fp8(partial, a + kk * 2, b + kk * 2, kk > 0);
-      if (kTakeTurns && kk == 2) warpgroup_commit();
-    }
+    for (int kk = 0; kk < 4; ++kk) StreamMma<kTokens>::wgmma_fp8(partial, a + kk * 2, b + kk * 2, kk > 0);
     warpgroup_commit();
-    if (kTakeTurns) {
-      warpgroup_wait<1>();  // one product is left: the other warpgroup's first queues up behind it
-      if (warpgroup == 0 || i + 1 < num_steps) {
-        named_barrier_arrive(kFirstTurnBarrier + 1 - warpgroup, kConsumerThreads);
-      }
-    }
     warpgroup_wait<0>();
     promote<kTokens>(partial,
                      reinterpret_cast<const float*>(shared + Shape::kScaleOffset + stage * Shape::kScaleStageBytes),
@@ -319,7 +306,7 @@ __device__ __forceinline__ void consume_nvfp4(const StreamJob& job, uint32_t bas
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         const int q = half * 4 + w;
-        uint32_t(&fragment)[8] = a[q % 2];
+        uint32_t (&fragment)[8] = a[q % 2];
         if (q >= 2) warpgroup_wait<1>();  // the products that read this half of the registers are done
         uint32_t row_low[4], row_high[4];
         decode_e2m1x8(low_words[w], scales[0][q / 2], row_low);
@@ -342,6 +329,58 @@ __device__ __forceinline__ void consume_nvfp4(const StreamJob& job, uint32_t bas
       }
     }
     warpgroup_wait<0>();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(empty + stage * 8);
+    if (++stage == Shape::kStages) stage = 0, phase ^= 1;
+  }
+}
+
+// Few tokens: warp-level products of 16 rows. A warpgroup product of 8 or 16 tokens costs the tensor core as much as
+// one of 32 when the weights come from registers, and its fences would stall the decoding.
+template <int kTokens>
+__device__ __forceinline__ void consume_nvfp4_few(const StreamJob& job, uint32_t base, const uint8_t* shared,
+                                                  float (&sum)[kTokens / 2]) {
+  using Shape = StreamShape<WeightFormat::kNvfp4, kTokens>;
+  const uint32_t full = base + Shape::kBarrierOffset, empty = full + Shape::kStages * 8;
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int tile_row = (threadIdx.x / 32) * 16 + g;
+  const int num_steps = job.end_step - job.first_step;
+#pragma unroll
+  for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0.f;
+  for (int i = 0, stage = 0, phase = 0; i < num_steps; ++i) {
+    barrier_wait(full + stage * 8, phase);
+    const uint8_t* packed = shared + stage * kWeightStageBytes + tile_row * 128;
+    const uint8_t* scale = shared + Shape::kScaleOffset + stage * Shape::kScaleStageBytes + tile_row * 16 + t * 4;
+    // This lane's row of the token fragments: 8 lanes name the 8 tokens of one 8x8 matrix, 4 matrices a load.
+    const uint32_t token_row = base + Shape::kTokenOffset + stage * Shape::kTokenStageBytes + (lane % 8) * 128;
+    uint32_t scales[2][4];
+    expand_scales(*reinterpret_cast<const uint32_t*>(scale), scales[0]);
+    expand_scales(*reinterpret_cast<const uint32_t*>(scale + 8 * 16), scales[1]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int chunk = ((2 * t + half) ^ g) * 16;
+      const uint4 low = *reinterpret_cast<const uint4*>(packed + chunk);
+      const uint4 high = *reinterpret_cast<const uint4*>(packed + 8 * 128 + chunk);
+      const uint32_t low_words[4] = {low.x, low.y, low.z, low.w};
+      const uint32_t high_words[4] = {high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const int q =
+            half * 4 + w;  // columns of products 2 q and 2 q + 1: chunks 4 (q % 2) .. + 3 of token slice q / 2
+        uint32_t row_low[4], row_high[4];
+        decode_e2m1x8(low_words[w], scales[0][q / 2], row_low);
+        decode_e2m1x8(high_words[w], scales[1][q / 2], row_high);
+        const uint32_t fragments =
+            token_row + (q / 2) * Shape::kTokenSliceBytes + ((4 * (q % 2) + lane / 8) ^ (lane % 8)) * 16;
+#pragma unroll
+        for (int j = 0; j < kTokens / 8; ++j) {
+          uint32_t b[4];
+          load_matrices(fragments + j * 1024, b);
+          multiply_16x8x16(sum + 4 * j, row_low[0], row_high[0], row_low[1], row_high[1], b[0], b[1]);
+          multiply_16x8x16(sum + 4 * j, row_low[2], row_high[2], row_low[3], row_high[3], b[2], b[3]);
+        }
+      }
+    }
     __syncwarp();
     if (lane == 0) barrier_arrive(empty + stage * 8);
     if (++stage == Shape::kStages) stage = 0, phase ^= 1;
@@ -435,7 +474,8 @@ __device__ __forceinline__ void store_argmax(const StreamParameters& p, const St
   }
 }
 
-// silu(gate) * up as the next product wants it: bf16 rows, bf16 rows in nvfp4 decode order, or e4m3 rows with 1x128 scales.
+// silu(gate) * up as the next product wants it: bf16 rows, bf16 rows in nvfp4 decode order, or e4m3 rows with 1x128
+// scales.
 template <WeightFormat kFormat, int kTokens>
 __device__ __forceinline__ void store_glu(const StreamParameters& p, const StreamJob& job, const float* tile,
                                           float* maxima) {
@@ -478,8 +518,8 @@ __device__ __forceinline__ void store_glu(const StreamParameters& p, const Strea
       const float* source = tile + token * kGluPitch + c;
       const int column = first_column + c;
       const int position = (column & ~255) + nvfp4_position(column & 255);
-      __nv_bfloat16* target = static_cast<__nv_bfloat16*>(p.out) +
-                              static_cast<int64_t>(job.first_token + token) * p.out_stride + position;
+      __nv_bfloat16* target =
+          static_cast<__nv_bfloat16*>(p.out) + static_cast<int64_t>(job.first_token + token) * p.out_stride + position;
       if (column < p.out_columns) {
         *reinterpret_cast<__nv_bfloat162*>(target) = __floats2bfloat162_rn(source[0], source[4]);
       }
@@ -501,13 +541,20 @@ __global__ void __launch_bounds__(kStreamThreads, StreamShape<kFormat, kTokens>:
     weight_stream_kernel(const __grid_constant__ StreamParameters p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Shape = StreamShape<kFormat, kTokens>;
+  // Offset, not a rounded pointer: the compiler must still see shared memory, or it emits slow generic loads.
   extern __shared__ uint8_t raw_shared[];
-  uint8_t* shared = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(raw_shared) + 1023) & ~uintptr_t(1023));
+  uint8_t* shared = raw_shared + ((1024 - (shared_address(raw_shared) & 1023)) & 1023);
   const uint32_t base = shared_address(shared);
   const bool glu = p.output == static_cast<int>(StreamOutput::kGlu);
   const int warp = threadIdx.x / 32;
 
-  allow_next_kernel();
+  if (p.early_weights) {
+    allow_next_kernel();
+  } else {
+    // In this order: the next kernel may take it that all tables this one reads are complete once it runs.
+    wait_for_previous_kernels();
+    allow_next_kernel();
+  }
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::kStages; ++i) {
       barrier_init(base + Shape::kBarrierOffset + i * 8, Shape::kNvfp4 ? 33 : 1);
@@ -518,9 +565,11 @@ __global__ void __launch_bounds__(kStreamThreads, StreamShape<kFormat, kTokens>:
     prefetch_tensor_map(&p.weight_map);
     prefetch_tensor_map(&p.token_map);
   }
-  if (p.tiles.num_tiles != nullptr) wait_for_previous_kernels();
   const StreamJob job = stream_job(p, kTokens);
-  if (!job.active) return;  // uniform over a cluster: paired CTAs share the token tile
+  if (!job.active) {  // uniform over a cluster: paired CTAs share the token tile
+    if (p.early_weights) wait_for_previous_kernels();
+    return;
+  }
   __syncthreads();
 
   if (warp == kConsumerThreads / 32) {
@@ -562,7 +611,11 @@ __global__ void __launch_bounds__(kStreamThreads, StreamShape<kFormat, kTokens>:
     const int num_globals = glu ? 2 : 1;
     gate_scale = p.weight_global[job.expert * num_globals] * kNvfp4EpilogueFactor;
     up_scale = p.weight_global[job.expert * num_globals + num_globals - 1] * kNvfp4EpilogueFactor;
-    consume_nvfp4<kTokens>(job, base, shared, sum);
+    if constexpr (kTokens <= 16) {
+      consume_nvfp4_few<kTokens>(job, base, shared, sum);
+    } else {
+      consume_nvfp4<kTokens>(job, base, shared, sum);
+    }
   } else {
     consume_bf16<kTokens>(job, base, sum);
   }
@@ -602,6 +655,7 @@ int launch_weight_stream(const StreamCall& call, cudaStream_t stream) {
   p.packed_scale = static_cast<const uint8_t*>(kFormat == WeightFormat::kNvfp4 ? call.weight_scale : nullptr);
   p.weight_global = call.weight_global;
   p.tiles = call.tiles;
+  p.early_weights = call.tiles.num_tiles == nullptr || call.tiles_are_old;
   p.out = call.out;
   p.out_scale = call.out_scale;
   p.output = static_cast<int>(call.output);
@@ -631,7 +685,8 @@ int launch_weight_stream(const StreamCall& call, cudaStream_t stream) {
   }
 
   const int element_bytes = kFormat == WeightFormat::kBf16 ? 2 : 1;
-  const uint64_t row_bytes = kFormat == WeightFormat::kNvfp4 ? call.k / 2 : static_cast<uint64_t>(call.k) * element_bytes;
+  const uint64_t row_bytes =
+      kFormat == WeightFormat::kNvfp4 ? call.k / 2 : static_cast<uint64_t>(call.k) * element_bytes;
   const uint64_t all_rows = glu ? 2ull * call.rows : call.rows;
   const uint64_t rows8 = 8 * row_bytes;
   TensorMapShape weight = {call.weight, element_bytes, 5, true, {}, {}, {}};
@@ -667,8 +722,7 @@ int launch_weight_stream(const StreamCall& call, cudaStream_t stream) {
   }
 
   auto* kernel = weight_stream_kernel<kFormat, kTokens>;
-  cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
+  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
   const int cluster = glu && kFormat == WeightFormat::kFp8 ? 2 : p.cluster_splits;
   const dim3 grid(static_cast<unsigned>(p.row_tiles * p.token_tiles * p.num_splits));
   if (status == cudaSuccess) {
@@ -689,7 +743,12 @@ int dispatch_weight_stream(const StreamCall& call, cudaStream_t stream) {
     case 32: return launch_weight_stream<kFormat, 32>(call, stream);
     case 64: return launch_weight_stream<kFormat, 64>(call, stream);
     case 128: return launch_weight_stream<kFormat, 128>(call, stream);
-    default: return refuse("weight stream: %d tokens a tile, have 8, 16, 32, 64, 128", call.tokens_per_tile);
+    case 256:
+      if constexpr (kFormat == WeightFormat::kBf16) return launch_weight_stream<kFormat, 256>(call, stream);
+      [[fallthrough]];
+    default:
+      return refuse("weight stream: %d tokens a tile, have 8, 16, 32, 64, 128 and, for BF16, 256",
+                    call.tokens_per_tile);
   }
 }
 

@@ -34,8 +34,8 @@ __device__ __forceinline__ int argmax_index(uint64_t key) {
 }
 
 // NVFP4 decode order. A step of 256 columns is consumed as 16 products of 16. Lane t of a quad decodes columns
-// 64 t .. 64 t + 63, eight to a 32-bit word; one shift and mask takes columns i and i + 4 of a word to the two halves of
-// a register. So column c sits at this position of the activations' step, and the products pair the right values.
+// 64 t .. 64 t + 63, eight to a 32-bit word; one shift and mask takes columns i and i + 4 of a word to the two halves
+// of a register. So column c sits at this position of the activations' step, and the products pair the right values.
 __host__ __device__ constexpr int nvfp4_position(int column) {
   const int lane = column >> 6, word = (column >> 3) & 7, upper = (column >> 2) & 1, pair = column & 3;
   return 16 * (2 * word + (pair >> 1)) + 8 * (pair & 1) + 2 * lane + upper;
@@ -52,7 +52,8 @@ constexpr bool nvfp4_orders_agree() {
 }
 static_assert(nvfp4_orders_agree(), "nvfp4_column inverts nvfp4_position");
 
-// e2m1 bits moved into a bf16 read as value * 2^-126 (0.5 as a subnormal), times scale * 2^117: exact, and 2^9 too small.
+// e2m1 bits moved into a bf16 read as value * 2^-126 (0.5 as a subnormal), times scale * 2^117: exact, and 2^9 too
+// small.
 constexpr float kNvfp4EpilogueFactor = 512.f;
 
 __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
@@ -61,8 +62,8 @@ __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
   return product;
 }
 
-// Four e4m3 scales -> scale * 2^117, each in both halves of a word. The bits shifted into a bf16 read as scale * 2^-120,
-// subnormals included; 2^237 does not fit one factor.
+// Four e4m3 scales -> scale * 2^117, each in both halves of a word. The bits shifted into a bf16 read as scale *
+// 2^-120, subnormals included; 2^237 does not fit one factor.
 __device__ __forceinline__ void expand_scales(uint32_t packed, uint32_t (&pairs)[4]) {
   constexpr uint32_t kTwoTo120 = 0x7B807B80u, kTwoTo117 = 0x7A007A00u;
   uint32_t even = (packed & 0x007F007Fu) << 4, odd = (packed >> 4) & 0x07F007F0u;
@@ -76,11 +77,14 @@ __device__ __forceinline__ void expand_scales(uint32_t packed, uint32_t (&pairs)
 
 // Eight e2m1 values of a word, times a scale pair: pairs[i] = columns i (low half) and i + 4 (high half).
 __device__ __forceinline__ void decode_e2m1x8(uint32_t word, uint32_t scale, uint32_t (&pairs)[4]) {
-  constexpr uint32_t kSign = 0x80008000u, kMagnitude = 0x01C001C0u;
-  pairs[0] = multiply_bf16x2(((word << 12) & kSign) | ((word << 6) & kMagnitude), scale);
-  pairs[1] = multiply_bf16x2(((word << 8) & kSign) | ((word << 2) & kMagnitude), scale);
-  pairs[2] = multiply_bf16x2(((word << 4) & kSign) | ((word >> 2) & kMagnitude), scale);
-  pairs[3] = multiply_bf16x2((word & kSign) | ((word >> 6) & kMagnitude), scale);
+  // One multiplication makes both shifts of a nibble, sign to bit 15 and magnitude to bits 6-8, on the pipe that has
+  // room.
+  constexpr uint32_t kKept = 0x81C081C0u, kLowNibbles = 0x000F000Fu, kHighNibbles = 0x00F000F0u;
+  const uint32_t upper = word >> 8;
+  pairs[0] = multiply_bf16x2(((word & kLowNibbles) * 0x1040u) & kKept, scale);
+  pairs[1] = multiply_bf16x2(((word & kHighNibbles) * 0x0104u) & kKept, scale);
+  pairs[2] = multiply_bf16x2(((upper & kLowNibbles) * 0x1040u) & kKept, scale);
+  pairs[3] = multiply_bf16x2(((upper & kHighNibbles) * 0x0104u) & kKept, scale);
 }
 
 }  // namespace glm

@@ -143,9 +143,9 @@ __device__ void route_few(const int32_t* expert_ids, int num_slots, int top_k, i
 
 template <WeightFormat kFormat>
 __global__ void __launch_bounds__(kThreads)
-    route_and_spread_kernel(const __nv_bfloat16* x, const int32_t* expert_ids, int num_slots, int top_k, int num_experts,
-                            int tokens_per_tile, RoutingTables tables, int k, int target_k, uint8_t* target,
-                            float* target_scale, int scale_stride) {
+    route_and_spread_kernel(const __nv_bfloat16* x, const int32_t* expert_ids, int num_slots, int top_k,
+                            int num_experts, int tokens_per_tile, RoutingTables tables, int k, int target_k,
+                            uint8_t* target, float* target_scale, int scale_stride) {
   __shared__ int row_positions[kThreads];
   allow_next_kernel();
   wait_for_previous_kernels();

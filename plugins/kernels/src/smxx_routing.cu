@@ -1,5 +1,5 @@
-// Bound: launch. One CTA sorts: 32 rows x 8 slots is one pass of a few microseconds, 8192 x 8 about 30 us beside 4 ms of
-// products. The combine reads top_k bf16 rows a token: 8192 rows x 8 x 12 KB = 0.8 GB, 0.19 ms.
+// Bound: launch. One CTA sorts: 32 rows x 8 slots is one pass of a few microseconds, 8192 x 8 about 30 us beside 4 ms
+// of products. The combine reads top_k bf16 rows a token: 8192 rows x 8 x 12 KB = 0.8 GB, 0.19 ms.
 #include "smxx_routing.cuh"
 
 #include <cuda_bf16.h>
@@ -20,7 +20,8 @@ __device__ void block_exclusive_sums(int2 value, int2& before, int2& total) {
   int2 inclusive = value;
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
-    const int x = __shfl_up_sync(0xffffffffu, inclusive.x, offset), y = __shfl_up_sync(0xffffffffu, inclusive.y, offset);
+    const int x = __shfl_up_sync(0xffffffffu, inclusive.x, offset),
+              y = __shfl_up_sync(0xffffffffu, inclusive.y, offset);
     if (lane >= offset) inclusive.x += x, inclusive.y += y;
   }
   if (lane == 31) warp_sums[warp] = inclusive;
@@ -108,8 +109,8 @@ cudaError_t route_rows(const int32_t* expert_ids, int num_slots, int num_experts
                            tokens_per_tile, tables);
 }
 
-cudaError_t combine_slots(const void* slot_results, const int* positions, const float* weights, int num_rows,
-                          int top_k, int hidden, void* out, cudaStream_t stream) {
+cudaError_t combine_slots(const void* slot_results, const int* positions, const float* weights, int num_rows, int top_k,
+                          int hidden, void* out, cudaStream_t stream) {
   const dim3 grid(num_rows, static_cast<unsigned>(ceil_div(hidden, kCombineThreads * 8)));
   return launch_overlapped(combine_kernel, grid, kCombineThreads, 0, 1, stream,
                            static_cast<const __nv_bfloat16*>(slot_results), positions, weights, top_k, hidden,

@@ -29,13 +29,14 @@ struct RoutingTables {
   int* positions;  // [num_slots] row of the sorted buffer for each (row, slot), -1 = skipped
 };
 
-// Sorts (row, slot) pairs by expert (gaps between experts are not written) and cuts each expert's rows into token tiles. Which row of an expert comes first may
-// differ between runs; no result depends on it (a product's columns do not mix).
+// Sorts (row, slot) pairs by expert (gaps between experts are not written) and cuts each expert's rows into token
+// tiles. Which row of an expert comes first may differ between runs; no result depends on it (a product's columns do
+// not mix).
 cudaError_t route_rows(const int32_t* expert_ids, int num_slots, int num_experts, int tokens_per_tile,
                        const RoutingTables& tables, cudaStream_t stream);
 
 // out[t] = sum over s, in order, of weights[t,s] * slot_results[positions[t,s]], fp32, rounded once to bf16.
-cudaError_t combine_slots(const void* slot_results, const int* positions, const float* weights, int num_rows,
-                          int top_k, int hidden, void* out, cudaStream_t stream);
+cudaError_t combine_slots(const void* slot_results, const int* positions, const float* weights, int num_rows, int top_k,
+                          int hidden, void* out, cudaStream_t stream);
 
 }  // namespace glm
