@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from glm_mtp_export.checkpoint.formats import StoredWeight
 from glm_mtp_export.checkpoint.index import layer_number
@@ -171,18 +171,19 @@ def render(report: InspectReport) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"{report.directory}", title_justify="left", caption=_caption(report), caption_justify="left")
+    table = Table(title=report.directory, title_justify="left", caption=_caption(report), caption_justify="left")
     for heading in ("model", "group", "stored as"):
         table.add_column(heading)
-    for heading in ("modules", "parameters", "bytes", "GiB"):
-        table.add_column(heading, justify="right")
+    for heading in ("modules", "parameters (M)", "GiB"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for group in report.groups:
-        stored = ", ".join(f"{n} x {p}" if len(group.precisions) > 1 else p for p, n in group.precisions.items())
-        row = (group.model, group.group, stored, group.num_modules, group.num_parameters, group.num_bytes)
-        table.add_row(*(f"{v:,}" if isinstance(v, int) else v for v in row), f"{group.num_bytes / 2**30:.2f}")
+        stored = ", ".join(f"{n:,} {p}" if len(group.precisions) > 1 else p for p, n in group.precisions.items())
+        sizes = f"{group.num_modules:,}", f"{group.num_parameters / 1e6:,.2f}", f"{group.num_bytes / 2**30:.2f}"
+        table.add_row(group.model, group.group, stored, *sizes)
     table.add_section()
-    totals: tuple[Any, ...] = (sum(g.num_modules for g in report.groups), report.num_parameters, report.num_bytes)
-    table.add_row("total", "", "", *(f"{v:,}" for v in totals), f"{report.num_bytes / 2**30:.2f}")
+    modules = sum(group.num_modules for group in report.groups)
+    sizes = f"{modules:,}", f"{report.num_parameters / 1e6:,.2f}", f"{report.num_bytes / 2**30:.2f}"
+    table.add_row("total", "", "", *sizes)
     parts: list[RenderableType] = [table]
     parts += [Text(f"problem: {text}", style="red") for text in report.problems]
     parts += [Text(f"MTP layer: {text}", style="yellow") for text in report.mtp_problems]
@@ -200,7 +201,8 @@ def _caption(report: InspectReport) -> str:
     return (
         f"{report.num_layers} layers: {report.num_dense_layers} dense, {report.num_sparse_layers} sparse (experts "
         f"{report.expert_layout}); indexers: {full} full, {report.num_shared_indexer_layers} shared; "
-        f"{report.num_mtp_modules} MTP module{'s' * (report.num_mtp_modules != 1)}.\n"
-        f"Tensors in {report.num_files} files: {report.num_trunk_tensors:,} trunk, {report.num_mtp_tensors:,} MTP, "
-        f"{report.num_unknown_tensors:,} unknown.\n{verdict}"
+        f"MTP modules: {report.num_mtp_modules}.\n"
+        f"Files: {report.num_files}. Tensors: {report.num_trunk_tensors:,} trunk, {report.num_mtp_tensors:,} MTP, "
+        f"{report.num_unknown_tensors:,} unknown; {report.num_parameters:,} parameters in {report.num_bytes:,} bytes.\n"
+        f"{verdict}"
     )

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from glm_mtp_export.checkpoint.layouts import RELEASES
 from glm_mtp_export.checkpoint.report import InspectReport, inspect_report, render
-from glm_mtp_export.checkpoint.synthetic import FORMATS, Tensor, write_synthetic
+from glm_mtp_export.checkpoint.synthetic import FORMATS, Tensor, write_stand_in, write_synthetic
 
 
 def report_of(directory: Path, **options: Any) -> InspectReport:
@@ -100,5 +101,13 @@ def test_json_has_every_field_and_the_totals(tmp_path: Path) -> None:
 
 def test_mixed_precisions_are_listed(tmp_path: Path) -> None:
     text = text_of(report_of(tmp_path, layout="fp8"))
-    assert "fp8_block" in text and "x bfloat16" in text
+    assert "12 bfloat16, 30 fp8_block" in text  # two latent norms and five projections in each of six layers
     assert "Target and MTP layer can be exported; --dtype float8_e4m3fn needs no conversion." in text
+
+
+def test_table_fits_eighty_columns_without_cutting_a_number(tmp_path: Path) -> None:
+    release = RELEASES["glm-5.2-slice-nvfp4"]
+    report = inspect_report(write_stand_in(tmp_path / "x", release.config, "nvfp4"))
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(render(report))
+    assert "…" not in stream.getvalue() and f"{report.num_parameters:,}" in stream.getvalue()
