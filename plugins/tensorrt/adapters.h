@@ -1,5 +1,5 @@
 // The adapters: one pair of functions an op, which read a call's shapes and attributes and call the kernel's C entry. They
-// compute nothing. Families: rows, norm, linear, attention, experts, head, sampling.
+// compute nothing. Families: rows, norm, linear, attention, experts, head, sampling, collectives.
 #pragma once
 
 #include "call.h"
@@ -44,5 +44,14 @@ int enqueuePenalties(Call const& call);
 size_t workspaceAccept(Call const& call);
 int enqueueAccept(Call const& call);
 int enqueueTokenLogprobs(Call const& call);
+
+size_t workspaceAllReduce(Call const& call);
+int enqueueAllReduce(Call const& call);
+size_t workspaceAllGatherColumns(Call const& call);
+int enqueueAllGatherColumns(Call const& call);
+size_t workspaceHeadBest(Call const& call);
+int enqueueHeadBest(Call const& call);
+size_t workspaceBestOfRanks(Call const& call);
+int enqueueBestOfRanks(Call const& call);
 
 } // namespace glm

@@ -26,6 +26,10 @@ std::vector<Binding> const& bindings()
         {"GlmPenalties", nullptr, enqueuePenalties},
         {"GlmAccept", workspaceAccept, enqueueAccept},
         {"GlmTokenLogprobs", nullptr, enqueueTokenLogprobs},
+        {"GlmAllReduce", workspaceAllReduce, enqueueAllReduce},
+        {"GlmAllGatherColumns", workspaceAllGatherColumns, enqueueAllGatherColumns},
+        {"GlmHeadBest", workspaceHeadBest, enqueueHeadBest},
+        {"GlmBestOfRanks", workspaceBestOfRanks, enqueueBestOfRanks},
     };
     return list;
 }

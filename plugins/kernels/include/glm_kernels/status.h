@@ -31,6 +31,7 @@ extern "C" {
 #define GLM_STATUS_WORKSPACE_TOO_SMALL (-4)   // workspace_bytes is below the matching *_workspace_bytes
 #define GLM_STATUS_UNSUPPORTED_DEVICE (-5)    // the current device lacks the instructions of this build
 #define GLM_STATUS_DRIVER (-6)                // a driver entry point is missing or refused (tensor map encoding)
+#define GLM_STATUS_COLLECTIVE (-7)            // no group of the right size, or NCCL failed
 
 // Positions a cache page holds, in every cache of the project.
 #define GLM_PAGE_SIZE 64

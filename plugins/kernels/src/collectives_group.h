@@ -1,0 +1,43 @@
+// The process's place in its tensor-parallel group: the NCCL communicator, and the memory that the ranks of one host write
+// into directly.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include "nccl_abi.h"
+
+namespace glm {
+
+constexpr int kMaxDirectRanks = 8;
+constexpr int64_t kDirectBytes = 512 << 10;  // of payload; a packet carries half payload, half flags
+
+// What a kernel needs to write to every rank and to wait for them.
+struct DirectMemory {
+  uint4* inbox[kMaxDirectRanks];  // rank r's [2 parities][num_ranks senders][capacity packets], mapped here
+  uint32_t* calls;                // own: [0] exchanges made so far, [1] blocks that are done with this one
+  const volatile int* aborted;    // host memory
+  int64_t capacity;               // packets of one sender
+  int rank;
+  int num_ranks;
+};
+
+struct Group {
+  nccl::Communicator communicator = nullptr;
+  bool is_owned = false;
+  int rank = 0;
+  int num_ranks = 1;
+  bool has_direct = false;
+  int64_t direct_bytes = 0;  // largest payload for the direct path
+  DirectMemory direct = {};
+};
+
+// The group of this process; read by calls, changed by init, abort and close.
+Group& group();
+
+// 0, or a status whose words name `entry`: the call's num_ranks is not the group's.
+int check_group(const char* entry, int num_ranks);
+// 0, or GLM_STATUS_COLLECTIVE with NCCL's words.
+int check_nccl(const char* entry, const char* what, nccl::Result result);
+
+}  // namespace glm
