@@ -10,6 +10,8 @@ once.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
 import threading
 from collections.abc import Callable
@@ -29,6 +31,8 @@ Sink = Callable[[Event], None]
 """Called with each delta of a request in order, or once with the error that ended it. Must not block."""
 
 _HEALTH_INTERVAL_SECONDS = 0.25
+_MAX_STRUCTURE_CHARACTERS = 64 << 10
+"""Grammars are compiled on the engine's thread: this size takes milliseconds, ten times as much could take half a minute."""
 
 
 class QueueFullError(RequestError):
@@ -55,6 +59,10 @@ class Front:
         self._num_sequences = 0
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        if runtime.engine.capabilities.has_token_bitmask:
+            # It takes seconds; without this the first structured request would stall everyone else's.
+            with contextlib.suppress(ImportError):
+                importlib.import_module("xgrammar")
         self._monitor = threading.Thread(target=self._watch, name="engine-health", daemon=True)
         self._monitor.start()
 
@@ -70,6 +78,7 @@ class Front:
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request; returns when the engine has taken it, within one step. Deltas may arrive before that."""
+        _check_structure(request)
         live = _Live(sink, request.params.n)
         with self._lock:
             if self._closing.is_set():
@@ -149,3 +158,16 @@ class Front:
                 live.sink(UnavailableError(message))
             except Exception:
                 _log.warning("a receiver failed while its request was ended", exc_info=True)
+
+
+def _check_structure(request: Request) -> None:
+    structure = request.params.structured_output
+    if structure is None:
+        return
+    texts = (structure.json_schema, structure.regex, structure.grammar, structure.structural_tag, *structure.choice)
+    size = sum(len(text) for text in texts if text)
+    if size > _MAX_STRUCTURE_CHARACTERS:
+        raise RequestError(
+            f"The schema, grammar or tool definitions to enforce have {size} characters, at most "
+            f"{_MAX_STRUCTURE_CHARACTERS} are taken. Send a smaller one."
+        )

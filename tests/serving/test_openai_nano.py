@@ -125,6 +125,13 @@ def test_an_impossible_schema_is_the_requests_fault(server: RunningServer) -> No
     assert refused.status_code == 400 and "cannot be compiled" in refused.json()["error"]["message"]
 
 
+def test_a_schema_that_would_take_long_to_compile_is_refused(server: RunningServer) -> None:
+    schema = {"enum": [f"value {i}" for i in range(20_000)]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    refused = server.post("/v1/chat/completions", {"messages": user("Hello!"), "response_format": wanted})
+    assert refused.status_code == 400 and "at most 65536 are taken" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_completions_are_the_runtimes(server: RunningServer, stream: bool) -> None:
     prompts = [f"What is {i} + {2 * i}?" for i in range(1, 9)]
