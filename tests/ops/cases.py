@@ -158,6 +158,16 @@ CASES: dict[str, Callable[[np.random.Generator], Case]] = {
         "GlmTokenLogprobs", (_floats(rng, 12, 50), rng.integers(0, 50, (3, 4)).astype(np.int32)), {"top_n": 5}
     ),
     "GlmShiftRows": _shift_rows,
+    "GlmAllReduce": _simple("GlmAllReduce", [(5, 12)], num_ranks=1),
+    "GlmAllGatherColumns": _simple("GlmAllGatherColumns", [(5, 12)], num_ranks=1),
+    "GlmHeadBest": lambda rng: Case(
+        "GlmHeadBest",
+        (_floats(rng, 6, 16), _floats(rng, 11, 16), np.array([2], np.int32)),
+        {"valid_vocab": 30},
+    ),
+    "GlmBestOfRanks": lambda rng: Case(
+        "GlmBestOfRanks", (_floats(rng, 6), np.arange(6, dtype=np.int32)), {"num_ranks": 1}
+    ),
 }
 
 
