@@ -24,8 +24,9 @@ from glm_mtp_export.checkpoint.numeric import (
     f32_to_bf16,
     unpack_nibbles,
 )
+from glm_mtp_export.checkpoint.parts import Part, entry_parts
 from glm_mtp_export.checkpoint.view import CheckpointView
-from glm_mtp_export.checkpoint.weights import Part, Progress, entry_parts
+from glm_mtp_export.checkpoint.weights import Progress
 
 __all__ = ["ConversionError", "conversion_errors"]
 

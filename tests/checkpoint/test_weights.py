@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import stored_reference as reference
 
-from glm_mtp_export.checkpoint import CheckpointView, materialise, weight_plan, weights, write_entry
+from glm_mtp_export.checkpoint import CheckpointView, materialise, parts, weight_plan, weights, write_entry
 from glm_mtp_export.checkpoint.formats import StoredWeight
+from glm_mtp_export.checkpoint.index import TensorInfo, TensorStore
 from glm_mtp_export.checkpoint.numeric import bf16_to_f32
+from glm_mtp_export.checkpoint.sharding import rank_cut, rank_entry
 from glm_mtp_export.checkpoint.synthetic import FORMATS, T6_CONFIG, Tensor, write_synthetic
+from glm_mtp_export.config import ParallelConfig
 from glm_mtp_export.errors import CheckpointError
 
 BLOCK = (16, 16)
@@ -147,7 +150,7 @@ def test_small_pieces_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Mo
     view = CheckpointView.open(write_synthetic(tmp_path, layout="nvfp4"))
     plan = weight_plan(view, "portable", "bfloat16", True)
     whole = [materialise(view, e).tobytes() for e in plan]
-    monkeypatch.setattr(weights, "PIECE_BYTES", 700)
+    monkeypatch.setattr(parts, "PIECE_BYTES", 700)
     for entry, expected in zip(plan, whole, strict=True):
         stream, seen = io.BytesIO(), []
         assert write_entry(view, entry, stream, seen.append) == entry.num_bytes == sum(seen)
@@ -317,3 +320,60 @@ def test_fill_refuses_a_buffer_of_another_size(tmp_path: Path) -> None:
     entry = weight_plan(view, "portable", "bfloat16", False)[0]
     with pytest.raises(ValueError, match=r"target\.embed: buffer is uint8 \(3,\), expected uint8 \(81920,\)"):
         weights.fill(view, entry, np.empty(3, np.uint8))
+
+
+# Tensor-parallel ranks
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ("bf16", "bfloat16"),
+        ("fp8", "float8_e4m3fn"),
+        ("bf16", "float8_e4m3fn"),
+        ("nvfp4", "float4_e2m1fnx2"),
+        ("bf16", "float4_e2m1fnx2"),
+        ("ct-nvfp4", "float4_e2m1fnx2"),
+    ],
+)
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_a_rank_reads_exactly_its_slice_of_every_weight(
+    tmp_path: Path, layout: str, dtype: str, expert_parallel: bool
+) -> None:
+    sizes = WIDE | {"moe_intermediate_size": 256, "n_routed_experts": 4, "v_head_dim": 64, "qk_nope_head_dim": 56}
+    write_synthetic(tmp_path, layout=layout, block=(128, 128), **sizes)
+    view, parallel = CheckpointView.open(tmp_path), ParallelConfig(2, expert_parallel)
+    cut_weights = 0
+    for entry in weight_plan(view, "device", dtype, True):
+        whole = materialise(view, entry)
+        for rank in range(2):
+            cut = rank_cut(entry, parallel, rank)
+            expected = whole
+            if cut.axis is not None:
+                cut_weights += 1
+                expected = np.concatenate([np.take(whole, range(a, b), cut.axis) for a, b in cut.ranges], cut.axis)
+            found = materialise(view, entry, parallel, rank)
+            assert found.shape == expected.shape == rank_entry(entry, parallel).shape, entry.name
+            assert np.array_equal(found, expected), entry.name
+    assert cut_weights > 20
+
+
+def test_a_rank_does_not_read_the_rows_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    view, seen = CheckpointView.open(write_synthetic(tmp_path)), []
+    honest = TensorStore.read_into
+
+    def counted(self: TensorStore, info: TensorInfo, buffer: np.ndarray, begin: int = 0) -> None:
+        seen.append(len(buffer))
+        honest(self, info, buffer, begin)
+
+    monkeypatch.setattr(TensorStore, "read_into", counted)
+    plan = {e.name: e for e in weight_plan(view, "device", "bfloat16", True)}
+    for name in (
+        "target.layers.1.moe.w13",
+        "target.layers.1.attn.w_uk",
+        "target.lm_head",
+        "target.layers.0.mlp.gate_up",
+    ):
+        seen.clear()
+        materialise(view, plan[name], ParallelConfig(4), 3)
+        assert sum(seen) == plan[name].num_bytes // 4, name
