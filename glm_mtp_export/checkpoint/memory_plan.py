@@ -1,7 +1,7 @@
 """`glm-mtp plan`: what lies in the memory of each GPU, and the largest context and batch that fit.
 
 In: a checkpoint folder (headers are enough), the number and size of GPUs, the batch and context wished for. Out: a
-`MemoryPlan` (frozen, knows its JSON). Weights come from the weight plan, cut along `shard_axis`; the latent and index
+`MemoryPlan` (frozen, knows its JSON). Weights come from the weight plan, cut as the ranks' loaders cut them; the latent and index
 caches are replicated on every rank; the workspace follows the kernels' own size formulas (`plugins/kernels`). Raises
 OptionError for a split that the shapes do not allow.
 """
@@ -11,16 +11,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from glm_mtp_export.artifact import DEVICE, PAGE_SIZE, WeightEntry, cache_specs
 from glm_mtp_export.checkpoint.plan import BFLOAT16, FLOAT8, stored_dtype, weight_plan
+from glm_mtp_export.checkpoint.sharding import rank_plan
 from glm_mtp_export.checkpoint.view import CheckpointView
-from glm_mtp_export.config import ModelConfig
-from glm_mtp_export.errors import OptionError
+from glm_mtp_export.config import ModelConfig, ParallelConfig
+from glm_mtp_export.errors import CheckpointError, OptionError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -110,21 +111,12 @@ def cache_bytes_per_token(config: ModelConfig, cache_dtype: str, with_draft: boo
     return {spec.name: spec.bytes_per_token for spec in cache_specs(config, DEVICE, cache_dtype, with_draft)}
 
 
-def rank_weight_bytes(entries: Iterable[WeightEntry], num_gpus: int) -> int:
-    """Bytes of weights on one of `num_gpus` ranks; scales of a cut axis round up to whole blocks."""
-    total = 0
-    for entry in entries:
-        if entry.shard_axis is None:
-            total += entry.num_bytes
-            continue
-        extent = entry.shape[entry.shard_axis]
-        if entry.component == "values" and extent % num_gpus:
-            raise OptionError(
-                f"--gpus {num_gpus}: {entry.name} has {extent} in axis {entry.shard_axis}, which does not divide. "
-                f"Use a divisor of {extent}."
-            )
-        total += entry.num_bytes // extent * -(-extent // num_gpus)
-    return total
+def rank_weight_bytes(entries: Sequence[WeightEntry], parallel: ParallelConfig) -> int:
+    """Bytes of weights on one rank; OptionError when the shapes cannot be cut."""
+    try:
+        return sum(entry.num_bytes for entry in rank_plan(entries, parallel))
+    except CheckpointError as error:
+        raise OptionError(f"--gpus {parallel.tensor_parallel_size}: {error}") from error
 
 
 def workspace_bytes(
@@ -198,12 +190,12 @@ class _Budget:
         return _largest(self.num_rows, lambda batch: self.fits(batch, tokens)), "GPU memory"
 
 
-def _largest(most: int, fits: object) -> int:
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
     """The largest n in 0..most that fits; what fits for n fits for less."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)  # type: ignore[operator]
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
 
 
@@ -217,6 +209,7 @@ def plan_memory(
     cache_dtype: str = BFLOAT16,
     dtype: str | None = None,
     num_speculative_tokens: int = 3,
+    expert_parallel: bool = False,
     max_num_batched_tokens: int = 2048,
     reserve_bytes: int = RESERVE_BYTES,
 ) -> MemoryPlan:
@@ -237,8 +230,9 @@ def plan_memory(
         raise OptionError(f"--max-tokens is {max_tokens}, expected at most max_position_embeddings = {most}.")
     chosen = dtype or stored_dtype(view)
     entries = weight_plan(view, DEVICE, chosen, with_draft)
-    target = rank_weight_bytes((e for e in entries if not e.name.startswith("draft.")), gpus)
-    draft = rank_weight_bytes((e for e in entries if e.name.startswith("draft.")), gpus)
+    parallel = ParallelConfig(gpus, expert_parallel)
+    target = rank_weight_bytes([e for e in entries if not e.name.startswith("draft.")], parallel)
+    draft = rank_weight_bytes([e for e in entries if e.name.startswith("draft.")], parallel)
     caches = cache_bytes_per_token(config, cache_dtype, with_draft)
     memory = int(gpu_memory * GIB)
     left = memory - reserve_bytes - target - draft

@@ -22,7 +22,7 @@ from glm_mtp_export.checkpoint.memory_plan import (
     workspace_bytes,
 )
 from glm_mtp_export.checkpoint.synthetic import write_stand_in, write_synthetic
-from glm_mtp_export.config import parse_config
+from glm_mtp_export.config import ParallelConfig, parse_config
 from glm_mtp_export.errors import OptionError
 
 BIG = parse_config(GLM_5_2_CONFIG, "config")
@@ -72,10 +72,12 @@ def test_one_rank_holds_every_weight_and_more_ranks_hold_less(t6: Path) -> None:
     plan = weight_plan(CheckpointView.open(t6), "device", "bfloat16", True)
     total = sum(e.num_bytes for e in plan)
     replicated = sum(e.num_bytes for e in plan if e.shard_axis is None)
-    assert rank_weight_bytes(plan, 1) == total
-    assert rank_weight_bytes(plan, 4) == replicated + (total - replicated) // 4
-    with pytest.raises(OptionError, match=r"--gpus 3: target\.layers\.0\..* does not divide"):
-        rank_weight_bytes(plan, 3)
+    assert rank_weight_bytes(plan, ParallelConfig(1)) == total
+    for expert_parallel in (False, True):
+        found = rank_weight_bytes(plan, ParallelConfig(4, expert_parallel))
+        assert found == replicated + (total - replicated) // 4
+    with pytest.raises(OptionError, match=r"--gpus 3: target\.layers\.0\..* cannot be cut into 3 equal parts"):
+        rank_weight_bytes(plan, ParallelConfig(3))
 
 
 def test_fp8_on_eight_cards(fp8: CheckpointView) -> None:
