@@ -1,0 +1,110 @@
+"""The runtime on the shipped checkpoint: drafts change no id, and they are worth their rows."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+import glm_mtp_export
+from glm_mtp_export.artifact import Manifest
+from glm_mtp_export.chat.template import ChatTemplate
+from glm_mtp_export.config import SpeculationConfig
+from glm_mtp_export.export import ExportOptions, export_checkpoint
+from glm_mtp_export.runtime.engine import Engine
+from glm_mtp_export.runtime.request import Request
+from glm_mtp_export.runtime.runtime import Runtime, default_profile
+from glm_mtp_export.runtime.sampling import SamplingParams, StructuredOutput
+from glm_mtp_export.runtime.scheduler import SchedulerConfig
+from glm_mtp_export.runtime.sessions import open_session
+from glm_mtp_export.runtime.tokenizer import Tokenizer
+
+_NANO = Path(glm_mtp_export.__file__).parent / "data" / "glm52-nano"
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def runtimes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Runtime]:
+    """One a K, all with masks."""
+    folder, loaded = tmp_path_factory.mktemp("nano"), {}
+    for k in (0, 1, 3, 7):
+        speculation = SpeculationConfig(k, enable_structured_output=True)
+        export_checkpoint(_NANO, folder / str(k), ExportOptions(speculation=speculation))
+        loaded[k] = Runtime.load(folder / str(k))
+    return loaded
+
+
+def _prompts(runtime: Runtime, count: int) -> list[str]:
+    assert runtime.tokenizer is not None
+    template, rng = ChatTemplate.load(_NANO, runtime.tokenizer), random.Random(4)
+    questions = [
+        rng.choice(
+            [
+                f"What is {rng.randint(1, 99)} + {rng.randint(1, 99)}?",
+                f'Write "{rng.choice(["lamp", "stone", "river", "bread"])}" backwards.',
+                f'Repeat "{rng.choice(["blue sky", "one two three", "cold water"])}".',
+            ]
+        )
+        for _ in range(count)
+    ]
+    return [template.render([{"role": "user", "content": question}]) for question in questions]
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 7])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_fifty_prompts_of_a_hundred_tokens_equal_decoding_without_drafts(
+    runtimes: dict[int, Runtime], num_drafts: int, temperature: float
+) -> None:
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=100, ignore_eos=True) for i in range(50)]
+    prompts = _prompts(runtimes[0], 50)
+    plain = runtimes[0].generate(prompts, params)
+    found = runtimes[num_drafts].generate(prompts, params)
+    assert [r.token_ids for r in found] == [r.token_ids for r in plain]
+
+
+def test_drafts_are_accepted(runtimes: dict[int, Runtime]) -> None:
+    runtime = runtimes[3]
+    before = runtime.statistics.num_output_tokens, runtime.statistics.num_rounds
+    runtime.generate(_prompts(runtime, 30), SamplingParams(temperature=0.0, max_tokens=60))
+    tokens = runtime.statistics.num_output_tokens - before[0]
+    assert tokens / (runtime.statistics.num_rounds - before[1]) > 2.0
+
+
+def test_structured_answers_follow_the_thinking_part(runtimes: dict[int, Runtime]) -> None:
+    params = SamplingParams(
+        temperature=0.0, max_tokens=80, structured_output=StructuredOutput(regex=r"\d{1,3}"), thinking_budget=40
+    )
+    for k in (0, 3):
+        for result in runtimes[k].generate(_prompts(runtimes[k], 8), params):
+            assert result.finish_reason == "stop"
+            assert result.text.split("</think>")[-1].isdigit()
+
+
+def test_relaxed_acceptance_inside_the_thinking_phase_only(tmp_path: Path) -> None:
+    """With every token within reach any draft passes while thinking; the end marker and what follows stay strict."""
+    speculation = SpeculationConfig(3, use_relaxed_acceptance_for_thinking=True, relaxed_topk=512, relaxed_delta=1.0)
+    export_checkpoint(_NANO, tmp_path / "relaxed", ExportOptions(speculation=speculation))
+    manifest = Manifest.load(tmp_path / "relaxed")
+    think, end = manifest.thinking_token_ids["think"], manifest.thinking_token_ids["think_end"]
+    session = open_session(tmp_path / "relaxed", manifest, default_profile(manifest))
+    unlikely = 7  # a control byte
+    encode = Tokenizer.load(_NANO).encode
+    question, thought = encode("[gMASK]<sop><|user|>What is 1234 + 4321?<|assistant|>"), encode("4+1+0")
+    for tail, drafts, accepted in (
+        ([think, *thought], [unlikely] * 3, 3),
+        ([think, *thought], [unlikely, end, unlikely], 1),
+        ([think, end], [unlikely] * 3, 0),
+    ):
+        engine = Engine(session, None, SchedulerConfig(enable_prefix_sharing=False))
+        params = SamplingParams(temperature=1.0, seed=1, max_tokens=20, ignore_eos=True)
+        engine.add_request(Request("r", (*question, *tail), params))
+        engine.step()
+        (sequence,) = engine.scheduler.running
+        assert sequence.phase.is_open == (think in tail and end not in tail)
+        sequence.drafts = drafts
+        before = sequence.num_output
+        engine.step()
+        assert sequence.num_output - before - 1 == accepted, (tail, drafts)
+        assert sequence.output_ids[before : before + accepted] == drafts[:accepted]
