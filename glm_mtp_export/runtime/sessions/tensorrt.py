@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from glm_mtp_export.artifact import DEVICE, STEP_NAME, CacheSpec, Manifest
+from glm_mtp_export.artifact import DEVICE, STEP_NAME, CacheSpec, Manifest, WeightEntry
 from glm_mtp_export.checkpoint.view import CheckpointView
 from glm_mtp_export.checkpoint.weights import write_entry
 from glm_mtp_export.cuda_device import cuda_device
@@ -36,8 +36,9 @@ from glm_mtp_export.runtime.session import StepInputs, StepOutputs
 from glm_mtp_export.runtime.sessions.step_layout import CallSizes, StepLayout, bucket, padded
 from glm_mtp_export.tensorrt_toolchain import Toolchain, load_toolchain
 
-__all__ = ["TensorRtSession"]
+__all__ = ["TensorRtSession", "WeightFiller"]
 
+WeightFiller = Callable[[WeightEntry, DeviceBuffer], None]
 _PREFILL, _DECODE = 0, 1  # order of the optimisation profiles in the engine
 
 
@@ -67,8 +68,13 @@ class TensorRtSession:
     # ---- loading
 
     @classmethod
-    def load(cls, directory: Path, manifest: Manifest, profile: EngineProfile) -> TensorRtSession:
-        """Check engine and machine, load the engine, fill the weights from the checkpoint, clear the caches."""
+    def load(
+        cls, directory: Path, manifest: Manifest, profile: EngineProfile, fill: WeightFiller | None = None
+    ) -> TensorRtSession:
+        """Check engine and machine, load the engine, fill the weights, clear the caches.
+
+        `fill` writes one weight into its buffer; without it they are read from the checkpoint that the manifest names.
+        """
         if manifest.dialect != DEVICE:
             raise ArtifactError(
                 f"{directory}: the dialect is {manifest.dialect!r}, a tensorrt backend runs {DEVICE!r} only. "
@@ -86,13 +92,13 @@ class TensorRtSession:
         _check_aliases(engine, manifest, folder)
         session = cls(toolchain, engine, manifest, profile)
         try:
-            session._allocate(CheckpointView.open(manifest.checkpoint))
+            session._allocate(fill or _from_checkpoint(manifest.checkpoint))
         except BaseException:
             session.close()
             raise
         return session
 
-    def _allocate(self, checkpoint: CheckpointView) -> None:
+    def _allocate(self, fill: WeightFiller) -> None:
         """Weights, caches, contexts. Refuses with all sizes when they do not fit together."""
         weight_bytes = sum(entry.num_bytes for entry in self._manifest.weights)
         cache_bytes = sum(_pool_bytes(cache, self.num_pages) for cache in self._manifest.caches)
@@ -106,7 +112,7 @@ class TensorRtSession:
             )
         for entry in self._manifest.weights:
             buffer = self._weights[entry.name] = DeviceBuffer(entry.num_bytes)
-            write_entry(checkpoint, entry, cast(BinaryIO, _DeviceFile(buffer)))
+            fill(entry, buffer)
         for cache in self._manifest.caches:
             pool = self._caches[cache.name] = DeviceBuffer(_pool_bytes(cache, self.num_pages))
             pool.fill_zero(self._stream)
@@ -249,6 +255,15 @@ class TensorRtSession:
         self._host_in.close()
         self._host_out.close()
         self._stream.close()
+
+
+def _from_checkpoint(directory: str) -> WeightFiller:
+    view = CheckpointView.open(directory)
+
+    def fill(entry: WeightEntry, buffer: DeviceBuffer) -> None:
+        write_entry(view, entry, cast(BinaryIO, _DeviceFile(buffer)))
+
+    return fill
 
 
 class _DeviceFile:

@@ -1,0 +1,285 @@
+#!/usr/bin/env python3
+"""Whole-step times of a GLM-5.2 slice on one card: layers 0-8 and the MTP layer at full width, K drafts, 8k contexts.
+
+    python benchmarks/slice_step.py prepare DIR [--format fp8|nvfp4|bf16]   anywhere: checkpoint headers and device artifact
+    python benchmarks/slice_step.py run DIR --out FILE                      on the card: engine, random weights, times
+
+`run` builds the engine, fills the weights with normal values made on the card (uniform bytes would make huge numbers, zeros run
+faster than real data), prefills 8k random tokens a request, then times whole decode steps, host included, by the wall clock around
+`session.run`. A profile of a few steps gives the share of every kernel. Rows go to FILE as JSON and to standard output as a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from glm_mtp_export.artifact import Manifest, WeightEntry
+from glm_mtp_export.engine_manifest import EngineProfile
+
+NUM_LAYERS, CONTEXT, NUM_DRAFTS, BATCHES = 9, 8192, 3, (1, 8, 32)
+HBM_BYTES_PER_SECOND = 4.3e12  # device copy on an H200
+PROFILE = EngineProfile(
+    "slice",
+    "tensorrt-rtx",
+    num_pages=max(BATCHES) * (CONTEXT // 64 + 4) + 8,
+    max_batch=max(BATCHES),
+    max_rows=CONTEXT,
+    max_context=CONTEXT + 192,
+    opt_batch=8,
+)
+
+
+def prepare(folder: Path, layout: str, cache_dtype: str) -> None:
+    """Headers of a slice checkpoint and its device artifact: no weights anywhere."""
+    from glm_mtp_export.checkpoint.layouts import GLM_5_2_CONFIG
+    from glm_mtp_export.checkpoint.synthetic import write_stand_in
+    from glm_mtp_export.config import SpeculationConfig
+    from glm_mtp_export.export import ExportOptions, export_checkpoint
+
+    config = GLM_5_2_CONFIG | {
+        "num_hidden_layers": NUM_LAYERS,
+        "indexer_types": GLM_5_2_CONFIG["indexer_types"][:NUM_LAYERS],
+    }
+    write_stand_in(folder / "checkpoint", config, layout, num_shards=1, filling="headers", block=(128, 128))
+    options = ExportOptions("device", None, cache_dtype, SpeculationConfig(NUM_DRAFTS), overwrite=True)
+    export_checkpoint(folder / "checkpoint", folder / "artifact", options)
+
+
+def random_filler() -> Any:
+    """A filler that makes each weight on the card: normal values with the fan-in's scale."""
+    import torch
+
+    copy = ctypes.CDLL("libcuda.so.1").cuMemcpyDtoD_v2
+    generator = torch.Generator("cuda").manual_seed(1)
+    chunk = 1 << 27
+
+    def fill(entry: WeightEntry, buffer: Any) -> None:
+        scale = 1.0 if entry.name.endswith("embed") else entry.shape[-1] ** -0.5
+        item = {"bfloat16": 2, "float32": 4}.get(entry.dtype, 1)
+        count = entry.num_bytes // item
+        for start in range(0, count, chunk):
+            size = min(chunk, count - start)
+            values = torch.randn(size, device="cuda", generator=generator)
+            made = stored(entry, values, scale)
+            status = copy(
+                ctypes.c_uint64(buffer.address + start * item),
+                ctypes.c_uint64(made.data_ptr()),
+                ctypes.c_size_t(size * item),
+            )
+            torch.cuda.synchronize()
+            if status:
+                raise RuntimeError(f"copy to the card failed with {status}")
+
+    def stored(entry: WeightEntry, values: Any, scale: float) -> Any:
+        columns = {"fp8_block": 6144, "nvfp4": 6144}  # fan-in of nearly all quantised weights
+        if entry.component == "block_scale":
+            return torch.full_like(values, columns["fp8_block"] ** -0.5)
+        if entry.component == "global_scale":
+            return torch.full_like(values, 0.5 * columns["nvfp4"] ** -0.5)
+        if entry.component == "group_scale":
+            return (values.abs() + 0.5).to(torch.float8_e4m3fn).view(torch.uint8)
+        if entry.dtype == "uint8":
+            return (values * 64).to(torch.int32).to(torch.uint8)
+        if entry.dtype == "float8_e4m3fn":
+            return values.to(torch.float8_e4m3fn)
+        if entry.name.endswith("norm") or entry.name.endswith("norm_weight"):
+            values = 1 + 0.1 * values
+        elif entry.name.endswith(("bias",)):
+            values = 0.05 * values
+        else:
+            values = values * scale
+        return values.to(torch.bfloat16) if entry.dtype == "bfloat16" else values
+
+    return fill
+
+
+class Requests:
+    """Step inputs of a batch of requests on pages of their own."""
+
+    def __init__(self, manifest: Manifest, batch: int) -> None:
+        self.batch, pages = batch, CONTEXT // 64 + 4
+        self.block_table = (np.arange(batch * pages, dtype=np.int32) + 8).reshape(batch, pages)
+        self.lengths = np.zeros(batch, np.int32)
+        self.vocab = manifest.tokenizer_size
+
+    def inputs(self, rows: list[int], tokens: list[np.ndarray], drafts: np.ndarray | None) -> Any:
+        from glm_mtp_export.runtime.session import StepInputs
+
+        size, num = len(rows), 0 if drafts is None else drafts.shape[1]
+        padded = [np.concatenate((t, np.zeros(num, np.int32))) for t in tokens]
+        return StepInputs(
+            token_ids=np.concatenate(padded).astype(np.int32),
+            row_offsets=np.cumsum([0, *(len(t) for t in padded)]).astype(np.int32),
+            num_drafts=np.full(size, num, np.int32),
+            draft_tokens=np.zeros((size, NUM_DRAFTS), np.int32) if drafts is None else drafts,
+            cache_lengths=self.lengths[rows],
+            block_table=self.block_table[rows],
+            next_prompt_token=np.full(size, -1, np.int32),
+            temperature=np.zeros(size, np.float32),
+            top_k=np.zeros(size, np.int32),
+            top_p=np.ones(size, np.float32),
+            min_p=np.zeros(size, np.float32),
+            seed=np.zeros(size, np.int64),
+            sample_offset=np.zeros(size, np.int32),
+            in_thinking_phase=np.zeros(size, np.bool_),
+        )
+
+
+def prefilled(session: Any, requests: Requests) -> tuple[list[float], np.ndarray, np.ndarray]:
+    """Prefill every request; seconds of each call, and the first tokens and drafts."""
+    generator, seconds, tokens, drafts = np.random.default_rng(2), [], [], []
+    for row in range(requests.batch):
+        prompt = generator.integers(0, requests.vocab, CONTEXT - 64).astype(np.int32)
+        begin = time.perf_counter()
+        out = session.run(requests.inputs([row], [prompt], None))
+        seconds.append(time.perf_counter() - begin)
+        requests.lengths[row] = len(prompt)
+        tokens.append(out.next_tokens)
+        drafts.append(out.next_draft_tokens)
+    return seconds, np.concatenate(tokens), np.concatenate(drafts)
+
+
+def decoded(
+    session: Any, requests: Requests, tokens: np.ndarray, drafts: np.ndarray, steps: int
+) -> tuple[list[float], Any]:
+    """Run decode steps; seconds of each."""
+    seconds, rows = [], list(range(requests.batch))
+    for _ in range(steps):
+        begin = time.perf_counter()
+        out = session.run(requests.inputs(rows, list(tokens[:, None]), drafts))
+        seconds.append(time.perf_counter() - begin)
+        if (out.next_tokens < 0).any():
+            raise RuntimeError("a request's logits held a NaN")
+        requests.lengths += 1 + out.num_accepted
+        tokens, drafts = out.next_tokens, out.next_draft_tokens
+    return seconds, (tokens, drafts)
+
+
+def kernel_shares(session: Any, requests: Requests, tokens: np.ndarray, drafts: np.ndarray) -> dict[str, float]:
+    """Milliseconds a step of each kernel, by name."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    steps = 4
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        decoded(session, requests, tokens, drafts, steps)
+        torch.cuda.synchronize()
+    shares: dict[str, float] = defaultdict(float)
+    for event in found.key_averages():
+        shares[event.key.split("(")[0].split("<")[0][-60:]] += event.self_device_time_total / 1000 / steps
+    return dict(sorted(shares.items(), key=lambda item: -item[1])[:24])
+
+
+def expert_bytes(manifest: Manifest, rows: int) -> float:
+    """Bytes of distinct experts that `rows` independent rows touch in one layer, uniform routing."""
+    config = manifest.config
+    hit = config.n_routed_experts * (1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** rows)
+    first_sparse = next(i for i, kind in enumerate(config.mlp_layer_types) if kind == "sparse")
+    names = (f"target.layers.{first_sparse}.moe.w13", f"target.layers.{first_sparse}.moe.w2")
+    stack = sum(w.num_bytes for w in manifest.weights if w.name.removesuffix("_scale").removesuffix("_global") in names)
+    return stack * hit / config.n_routed_experts
+
+
+def roofline_ms(manifest: Manifest, batch: int) -> float:
+    """Milliseconds to read what a decode step must read once: weights, distinct experts, selected cache rows."""
+    config, rows = manifest.config, batch * (NUM_DRAFTS + 1)
+    routed = (".moe.w13", ".moe.w2")
+    fixed = sum(
+        w.num_bytes
+        for w in manifest.weights
+        if w.name.startswith("target")
+        and not w.name.endswith("embed")
+        and not w.name.removesuffix("_scale").removesuffix("_global").endswith(routed)
+    )
+    sparse = sum(kind == "sparse" for kind in config.mlp_layer_types)
+    head = next(w.num_bytes for w in manifest.weights if w.name == "target.lm_head")
+    draft = sum(
+        w.num_bytes
+        for w in manifest.weights
+        if w.name.startswith("draft") and not w.name.removesuffix("_scale").removesuffix("_global").endswith(routed)
+    )
+    draft_step = draft + head + expert_bytes(manifest, batch)
+    cache = {c.name: c for c in manifest.caches}
+    latents = batch * config.index_topk * cache["target_mla"].bytes_per_token
+    keys = batch * CONTEXT * (cache["target_indexer"].bytes_per_token + cache["draft_indexer"].bytes_per_token)
+    total = fixed + sparse * expert_bytes(manifest, rows) + NUM_DRAFTS * draft_step + latents + keys
+    return total / HBM_BYTES_PER_SECOND * 1000
+
+
+def run(folder: Path, out: Path, plugins: Path | None, shares: bool) -> None:
+    """Build, fill, time, and write the rows."""
+    import torch
+
+    from glm_mtp_export.engine.tensorrt import build
+    from glm_mtp_export.runtime.sessions.tensorrt import TensorRtSession
+
+    artifact = folder / "artifact"
+    manifest = Manifest.load(artifact)
+    report = build(artifact, PROFILE, plugins=plugins)
+    begin = time.perf_counter()
+    session = TensorRtSession.load(artifact, manifest, PROFILE, random_filler())
+    print(
+        f"build {report.build_seconds:.1f} s, load with random weights {time.perf_counter() - begin:.1f} s", flush=True
+    )
+    rows: list[dict[str, Any]] = []
+    for batch in BATCHES:
+        requests = Requests(manifest, batch)
+        prefill, tokens, drafts = prefilled(session, requests)
+        _, (tokens, drafts) = decoded(session, requests, tokens, drafts, 4)
+        seconds, (tokens, drafts) = decoded(session, requests, tokens, drafts, 24)
+        row = {
+            "batch": batch,
+            "step_ms": round(statistics.median(seconds) * 1000, 3),
+            "step_ms_spread": [round(min(seconds) * 1000, 3), round(max(seconds) * 1000, 3)],
+            "roofline_ms": round(roofline_ms(manifest, batch), 3),
+            "prefill_tokens_per_s": round((CONTEXT - 64) / statistics.median(prefill)),
+            "dtype": manifest.dtype,
+            "cache_dtype": manifest.cache_dtype,
+            "context": CONTEXT,
+            "num_drafts": NUM_DRAFTS,
+            "layers": NUM_LAYERS,
+            "card": torch.cuda.get_device_name(),
+            "date": datetime.date.today().isoformat(),
+        }
+        if shares:
+            row["kernels_ms"] = {k: round(v, 4) for k, v in kernel_shares(session, requests, tokens, drafts).items()}
+        rows.append(row)
+        print(json.dumps({k: v for k, v in row.items() if k != "kernels_ms"}), flush=True)
+        for name, value in row.get("kernels_ms", {}).items():
+            print(f"    {value:8.3f} ms  {name}", flush=True)
+        out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    session.close()
+
+
+def main() -> None:
+    """See the module's docstring."""
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("stage", choices=("prepare", "run"))
+    cli.add_argument("folder", type=Path)
+    cli.add_argument("--format", default="fp8", choices=("fp8", "nvfp4", "bf16"))
+    cli.add_argument("--cache-dtype", default="float8_e4m3fn", choices=("bfloat16", "float8_e4m3fn"))
+    cli.add_argument("--out", type=Path, default=Path("slice.json"))
+    cli.add_argument("--plugins", type=Path, default=None)
+    cli.add_argument("--no-shares", action="store_true", help="skip the profile of kernels")
+    options = cli.parse_args()
+    if options.stage == "prepare":
+        prepare(options.folder, options.format, options.cache_dtype)
+    else:
+        run(options.folder, options.out, options.plugins, not options.no_shares)
+
+
+if __name__ == "__main__":
+    main()
