@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,13 +23,12 @@ from glm_mtp_export.runtime.runtime import Runtime
 
 __all__ = ["Event", "Front", "QueueFullError", "Sink", "UnavailableError"]
 
-_log = logging.getLogger(__name__)
-
 Event: TypeAlias = "Delta | GlmMtpError"
 Sink = Callable[[Event], None]
 """Called with each delta of a request in order, or once with the error that ended it. Must not block."""
 
-_HEALTH_INTERVAL_SECONDS = 0.25
+_FAILED = "The engine failed; the server's log says why. Restart the server."
+_STOPPED = "The server was stopped before the request ended."
 _MAX_STRUCTURE_CHARACTERS = 64 << 10
 """Grammars are compiled on the engine's thread: this size takes milliseconds, ten times as much could take half a minute."""
 
@@ -58,13 +56,11 @@ class Front:
         self._live: dict[str, _Live] = {}
         self._num_sequences = 0
         self._lock = threading.Lock()
-        self._closing = threading.Event()
+        self._is_closing = False
         if runtime.engine.capabilities.has_token_bitmask:
             # It takes seconds; without this the first structured request would stall everyone else's.
             with contextlib.suppress(ImportError):
                 importlib.import_module("xgrammar")
-        self._monitor = threading.Thread(target=self._watch, name="engine-health", daemon=True)
-        self._monitor.start()
 
     @property
     def num_sequences(self) -> int:
@@ -74,14 +70,14 @@ class Front:
     @property
     def is_ready(self) -> bool:
         """True while requests are taken."""
-        return not self._closing.is_set() and self.runtime.is_healthy
+        return not self._is_closing and self.runtime.is_healthy
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request; returns when the engine has taken it, within one step. Deltas may arrive before that."""
         _check_structure(request)
         live = _Live(sink, request.params.n)
         with self._lock:
-            if self._closing.is_set():
+            if self._is_closing:
                 raise UnavailableError("The server is stopping and takes no requests. Send it to another replica.")
             if self._num_sequences + request.params.n > self.max_sequences:
                 raise QueueFullError(
@@ -101,7 +97,9 @@ class Front:
             )
         except BaseException as error:
             self._drop(request.request_id)
-            if isinstance(error, EngineError):
+            if not self.runtime.is_healthy:  # `error` may be the session's own exception
+                raise UnavailableError(_STOPPED if self._is_closing else _FAILED) from error
+            if isinstance(error, EngineError):  # draining
                 raise UnavailableError(str(error)) from error
             raise
 
@@ -112,52 +110,35 @@ class Front:
 
     def close(self, drain_seconds: float = 0.0) -> None:
         """Refuse new requests, let running ones finish for so long, end the rest, close the runtime."""
-        self._closing.set()
+        self._is_closing = True
         if drain_seconds > 0:
             self.runtime.drain(drain_seconds)
         self.runtime.close()
-        self._monitor.join()
-        self._end_all("The server was stopped before the request ended.")
 
     def _deliver(self, delta: Delta) -> None:
-        live = self._live.get(delta.request_id)
-        if live is None:
+        with self._lock:
+            live = self._live.get(delta.request_id)
+            if live is None:
+                return
+            if delta.finished:
+                live.num_open -= 1
+                self._num_sequences -= 1
+                if live.num_open == 0:
+                    del self._live[delta.request_id]
+        if delta.completion is not None and delta.completion.finish_reason == "error" and not self.runtime.is_healthy:
+            # What the session said is for the log; the client needs to know that asking again here is of no use.
+            self._drop(delta.request_id)
+            live.sink(UnavailableError(_STOPPED if self._is_closing else _FAILED))
             return
-        if delta.finished:
-            live.num_open -= 1
-            if live.num_open == 0:
-                self._drop(delta.request_id, num_ended=1)
-            else:
-                self._count_down(1)
         live.sink(delta)
 
-    def _drop(self, request_id: str, num_ended: int | None = None) -> bool:
+    def _drop(self, request_id: str) -> bool:
+        """Forget a request that has not ended; False when it has."""
         with self._lock:
             live = self._live.pop(request_id, None)
             if live is not None:
-                self._num_sequences -= live.num_open if num_ended is None else num_ended
+                self._num_sequences -= live.num_open
         return live is not None
-
-    def _count_down(self, count: int) -> None:
-        with self._lock:
-            self._num_sequences -= count
-
-    def _watch(self) -> None:
-        """The runtime tells its own callers when it fails, not callbacks: look, and tell them."""
-        while not self._closing.wait(_HEALTH_INTERVAL_SECONDS):
-            if not self.runtime.is_healthy:
-                self._end_all("The engine failed; the server's log says why. Restart the server.")
-
-    def _end_all(self, message: str) -> None:
-        with self._lock:
-            ended = list(self._live.values())
-            self._live.clear()
-            self._num_sequences -= sum(live.num_open for live in ended)
-        for live in ended:
-            try:
-                live.sink(UnavailableError(message))
-            except Exception:
-                _log.warning("a receiver failed while its request was ended", exc_info=True)
 
 
 def _check_structure(request: Request) -> None:

@@ -62,11 +62,19 @@ class ServerLimits:
     max_sequences: int = 512  # running and waiting
     read_seconds: float = 30.0
     write_seconds: float = 30.0
+    ping_seconds: float = 15.0  # of silence in a stream before a comment is sent
     request_seconds: float = 3600.0
     drain_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_sequences", "read_seconds", "write_seconds", "request_seconds"):
+        for name in (
+            "max_body_bytes",
+            "max_sequences",
+            "read_seconds",
+            "write_seconds",
+            "ping_seconds",
+            "request_seconds",
+        ):
             if getattr(self, name) <= 0:
                 raise OptionError(f"{name} is {getattr(self, name)}, expected above 0.")
 
@@ -115,7 +123,11 @@ class _Server:
         first = await self._first(http, events)
         if first is None:
             return Response(status_code=499)  # nobody reads it
-        return EventStream(self._stream(answer, first, events, prepared), write_seconds=self.limits.write_seconds)
+        return EventStream(
+            self._stream(answer, first, events, prepared),
+            write_seconds=self.limits.write_seconds,
+            ping_seconds=self.limits.ping_seconds,
+        )
 
     async def _first(self, http: HttpRequest, events: AsyncGenerator[Delta, None]) -> Delta | None:
         """The first delta; None when the client left before it came."""

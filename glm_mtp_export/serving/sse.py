@@ -22,15 +22,18 @@ _log = logging.getLogger(__name__)
 
 
 class EventStream(Response):
-    """`data: {...}` lines, then `data: [DONE]`."""
+    """`data: {...}` lines, then `data: [DONE]`; a comment every `ping_seconds` of silence."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None], *, write_seconds: float) -> None:
+    def __init__(
+        self, events: AsyncGenerator[dict[str, Any], None], *, write_seconds: float, ping_seconds: float
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._write_seconds = write_seconds
+        self._ping_seconds = ping_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run until the events end or the client does."""
@@ -49,13 +52,26 @@ class EventStream(Response):
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            async for event in self._events:
+            while (event := await self._next(send)) is not None:
                 data = b"data: " + json.dumps(event, ensure_ascii=False).encode("utf-8", "replace") + b"\n\n"
                 await self._send(send, data, more=True)
             await self._send(send, b"data: [DONE]\n\n", more=True)
             await self._send(send, b"", more=False)
         except asyncio.TimeoutError:
             _log.warning("a client stopped reading for %g s; its request ends", self._write_seconds)
+
+    async def _next(self, send: Send) -> dict[str, Any] | None:
+        """The next event; None at the end. Comments go out while it takes long: proxies close silent connections."""
+        waiting = asyncio.ensure_future(anext(self._events, None))
+        try:
+            while not (await asyncio.wait({waiting}, timeout=self._ping_seconds))[0]:
+                await self._send(send, b": ping\n\n", more=True)
+            return waiting.result()
+        finally:
+            if not waiting.done():
+                waiting.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await waiting
 
     async def _send(self, send: Send, data: bytes, *, more: bool) -> None:
         message = {"type": "http.response.body", "body": data, "more_body": more}

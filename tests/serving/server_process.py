@@ -46,16 +46,16 @@ class RunningServer:
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
         wait_until(lambda: self._server.started)
-
-    @property
-    def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30)
+        # one client each for all requests: making one costs more than a request
+        limits = httpx.Limits(max_connections=200, max_keepalive_connections=64)
+        self.client = httpx.Client(timeout=60, limits=limits, trust_env=False)
+        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, timeout=30, **options)
+        return self.client.post(f"{self.url}{path}", json=body, **options)
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", timeout=30)
+        return self.client.get(f"{self.url}{path}")
 
     def is_idle(self) -> bool:
         """Nothing runs or waits, and no page is held."""
@@ -67,6 +67,10 @@ class RunningServer:
             0,
         )
 
-    def stop(self) -> None:
+    def stop(self, *, keep_client: bool = False) -> None:
+        """`keep_client`: a request that is still on its way needs it."""
+        if not keep_client:
+            self.client.close()
+            self.openai.close()
         self._server.should_exit = True
         self._thread.join(timeout=20)

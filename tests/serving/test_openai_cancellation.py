@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import threading
 import time
@@ -128,7 +129,7 @@ def test_stopping_lets_running_requests_finish(serve: Serve) -> None:
     asking = threading.Thread(target=lambda: answers.append(server.post(PLAIN, {"prompt": "once", "max_tokens": 500})))
     asking.start()
     wait_until(lambda: server.runtime.gauges().num_running == 1)
-    server.stop()
+    server.stop(keep_client=True)
     asking.join()
     assert answers[0].status_code == 200 and answers[0].json()["choices"][0]["text"] == " upon" + " a time" * 20
 
@@ -148,6 +149,50 @@ def test_sixty_four_clients_at_once_get_their_own_answers(serve: Serve) -> None:
         found = dict(zip(answers, pool.map(ask, answers), strict=True))
     assert found == answers
     wait_until(server.is_idle)
+
+
+def test_a_silent_stream_is_kept_open_with_comments(serve: Serve) -> None:
+    answer = "ok</think><tool_call>f<arg_key>k</arg_key><arg_value>" + "x" * 60 + "</arg_value></tool_call>"
+    server = serve(Script({"call": answer}, step_seconds=0.03), ping_seconds=0.1)
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    body = {"messages": [{"role": "user", "content": "call"}], "tools": tools, "stream": True}
+    with httpx.stream("POST", f"{server.url}{CHAT}", json=body, timeout=30) as response:
+        lines = list(response.iter_lines())
+    assert lines.count(": ping") >= 2 and lines[-2:] == ["data: [DONE]", ""]
+    chunks = server.openai.chat.completions.create(model="nano", messages=body["messages"], tools=tools, stream=True)
+    calls = [call for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or []]
+    assert len(calls) == 1 and len(json.loads(calls[0].function.arguments)["k"]) == 60
+
+
+def test_three_hundred_clients_with_random_departures(serve: Serve) -> None:
+    answers = {f"q{i:03d}": f" answer {i} " * (1 + i % 9) for i in range(100)}
+    server = serve(Script(answers, step_seconds=0.002, num_pages=200), max_sequences=400)
+    generator = random.Random(11)
+    plans = [
+        (prompt, generator.choice(("whole", "stream", "leave early", "leave late")))
+        for prompt in answers
+        for _ in "abc"
+    ]
+
+    def visit(plan: tuple[str, str]) -> None:
+        prompt, how = plan
+        body = {"prompt": prompt, "max_tokens": 400, "stream": how != "whole"}
+        if how == "whole":
+            assert server.post(PLAIN, body).json()["choices"][0]["text"] == answers[prompt]
+            return
+        with server.client.stream("POST", server.url + PLAIN, json=body) as response:
+            text = ""
+            for i, line in enumerate(response.iter_lines()):
+                if (how == "leave early" and i == 0) or (how == "leave late" and i == 7):
+                    return
+                if line.startswith("data: {"):
+                    text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+            assert how != "stream" or text == answers[prompt]
+
+    with ThreadPoolExecutor(48) as pool:
+        list(pool.map(visit, plans))
+    wait_until(server.is_idle)
+    server.runtime.engine.audit()
 
 
 def test_a_slow_reader_gets_everything(serve: Serve) -> None:

@@ -77,7 +77,7 @@ def test_a_chat_that_cannot_be_served(shared_server: RunningServer, row: int, st
         return
     content = json.dumps({**body, "stream": stream})
     headers = {"content-type": "application/json"}
-    refused(httpx.post(shared_server.url + CHAT, content=content, headers=headers, timeout=30), status, part)
+    refused(shared_server.client.post(shared_server.url + CHAT, content=content, headers=headers), status, part)
 
 
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
@@ -125,7 +125,7 @@ RAW: list[tuple[bytes, int, str]] = [
 def test_a_body_that_is_no_request(shared_server: RunningServer, row: int) -> None:
     content, status, part = RAW[row]
     headers = {"content-type": "application/json"}
-    refused(httpx.post(shared_server.url + CHAT, content=content, headers=headers, timeout=30), status, part)
+    refused(shared_server.client.post(shared_server.url + CHAT, content=content, headers=headers), status, part)
 
 
 def test_a_chunked_body_is_limited_as_well(shared_server: RunningServer) -> None:
