@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from glm_mtp_export.artifact import PAGE_SIZE, Manifest
+from glm_mtp_export.artifact import PAGE_SIZE, STEP_NAME, Manifest
 from glm_mtp_export.engine_manifest import ENGINE_MANIFEST_NAME, EngineManifest, EngineProfile, engine_directory
-from glm_mtp_export.errors import RequestError
+from glm_mtp_export.errors import EngineError, RequestError
 from glm_mtp_export.runtime.context import ContextLimit
 from glm_mtp_export.runtime.engine import Engine
 from glm_mtp_export.runtime.loop import EngineLoop, RequestHandle
@@ -70,7 +70,7 @@ class Runtime:
         path = Path(directory)
         manifest = Manifest.load(path)
         if profile is None:
-            profile = _built_profile(path, backend) or default_profile(manifest, backend)
+            profile = _built_profile(path, manifest, backend) or default_profile(manifest, backend)
         tokenizer = Tokenizer.load(path) if (path / "tokenizer.json").is_file() else None
         session = open_session(path, manifest, profile)
         config = SchedulerConfig(
@@ -182,9 +182,17 @@ class Runtime:
         self.close()
 
 
-def _built_profile(directory: Path, backend: str) -> EngineProfile | None:
+def _built_profile(directory: Path, manifest: Manifest, backend: str) -> EngineProfile | None:
     folder = engine_directory(directory, backend)
-    return EngineManifest.load(folder).profile if (folder / ENGINE_MANIFEST_NAME).is_file() else None
+    if not (folder / ENGINE_MANIFEST_NAME).is_file():
+        return None
+    built = EngineManifest.load(folder)
+    if built.step_sha256 != manifest.files[STEP_NAME].sha256:
+        raise EngineError(
+            f"{folder}: it was built from another {STEP_NAME} than the artifact holds. "
+            f"Rebuild with: glm-mtp build-engine --backend {backend} --profile {built.profile.name}"
+        )
+    return built.profile
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

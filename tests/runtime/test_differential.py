@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import gc
 import random
+from dataclasses import replace
 
 import oracle
 import pytest
 from fake_model import END_THINK, THINK, hashed_errors
 from harness import Bench, bench
 
-from glm_mtp_export.runtime.sampling import SamplingParams
+from glm_mtp_export.runtime.sampling import SamplingParams, StructuredOutput
 from glm_mtp_export.runtime.scheduler import SchedulerConfig
 
 # Around a page (64), two pages, a chunk (48) and index_topk of the toy config (64).
@@ -119,6 +120,42 @@ def test_sharing_chunking_and_adaptive_drafts_do_not_show() -> None:
         b, _requests = _run_mix(7, 40, 3, 64, config, abort_chance=0.0)
         outputs.append({key: (c.token_ids, c.text, c.finish_reason) for key, c in b.completions.items()})
     assert outputs[0] == outputs[1] == outputs[2]
+
+
+_GRAMMARS = (
+    StructuredOutput(choice=("yes", "no", "perhaps")),
+    StructuredOutput(regex=r"[ab]{2,12}(c|dd)"),
+    StructuredOutput(
+        json_schema='{"type": "array", "items": {"type": "boolean"}, "maxItems": 4}', any_whitespace=False
+    ),
+)
+
+
+def test_random_mixes_with_grammars_equal_decoding_one_by_one() -> None:
+    rng = random.Random(11)
+    requests = {}
+    for i in range(60):
+        structure = rng.choice((None, *_GRAMMARS))
+        params = _random_params(rng, rng.choice([3, 20, 60]))
+        if structure is not None:
+            params = replace(params, structured_output=structure, ignore_eos=False, stop=())
+        requests[f"r{i}"] = [rng.randrange(256) for _ in range(rng.choice(_LENGTHS))], params
+    plain = bench(0, 64, config=SchedulerConfig(1, 512, 512, enable_prefix_sharing=False))
+    for name, request in requests.items():
+        plain.add(name, *request)
+        plain.run()
+    mixed = bench(5, 8, hashed_errors(30, 2), SchedulerConfig(6, 64, 48))
+    for name, request in requests.items():
+        mixed.add(name, *request)
+    mixed.run()
+    mixed.check_empty()
+    for name in requests:
+        expected, found = plain.completions[name, 0], mixed.completions[name, 0]
+        assert (found.token_ids, found.text, found.finish_reason) == (
+            expected.token_ids,
+            expected.text,
+            expected.finish_reason,
+        ), requests[name]
 
 
 def _soak(num_requests: int) -> None:

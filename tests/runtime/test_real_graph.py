@@ -6,16 +6,20 @@ Drafts are replaced by the known continuation with an error pattern, so that eve
 from __future__ import annotations
 
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from real_graph import Artifacts, poisoned_engine
+from real_graph import PROFILE, Artifacts, poisoned_engine
 
-from glm_mtp_export.artifact import PAGE_SIZE
+from glm_mtp_export.artifact import PAGE_SIZE, Manifest
+from glm_mtp_export.engine.onnxruntime import build
+from glm_mtp_export.errors import EngineError
 from glm_mtp_export.runtime.engine import Engine
 from glm_mtp_export.runtime.request import Completion, Request
+from glm_mtp_export.runtime.runtime import Runtime
 from glm_mtp_export.runtime.sampling import SamplingParams
 from glm_mtp_export.runtime.scheduler import SchedulerConfig
 from glm_mtp_export.runtime.sessions.onnxruntime import OnnxRuntimeSession
@@ -181,6 +185,24 @@ def test_warm_prefix_drafts_equal_a_cold_run(artifacts: Artifacts) -> None:
         drafts.append((sequence.drafts, sequence.output_ids))
         assert sequence.num_cached_tokens == (64 if warm else 0)
     assert drafts[0] == drafts[1]
+
+
+def test_load_uses_the_profile_of_the_engine_built_and_refuses_one_of_another_graph(
+    artifacts: Artifacts, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(artifacts.artifact(_K), tmp_path / "artifact"))
+    with Runtime.load(path) as runtime:
+        assert runtime.engine.config.max_batch_size == 16, "the default profile"
+    build(path, PROFILE)
+    with Runtime.load(path) as runtime:
+        assert (runtime.session.num_pages, runtime.engine.config.max_batch_size) == (PROFILE.num_pages, 8)
+        result = runtime.generate([10, 11, 12], _GREEDY)[0]
+        assert result.token_ids == _plain_results(artifacts, {"r": ((10, 11, 12), _GREEDY)})["r"].token_ids
+    record = path / "engine" / "onnxruntime" / "engine.json"
+    digest = Manifest.load(path).files["step.onnx"].sha256
+    record.write_text(record.read_text().replace(digest, "0" * 64))
+    with pytest.raises(EngineError, match=r"built from another step\.onnx.*--profile test"):
+        Runtime.load(path)
 
 
 def test_nan_in_a_weight_row_ends_only_the_request_that_uses_it(artifacts: Artifacts, tmp_path: Path) -> None:
