@@ -41,6 +41,9 @@ def assert_same(actual: np.ndarray, expected: np.ndarray, what: str = "output") 
         )
 
 
-def rounding(length: int, magnitude: ArrayLike = 1.0) -> np.ndarray:
-    """Tolerance of a float32 sum of `length` terms whose sizes sum to `magnitude`: a random walk of roundings, 4 sigma."""
-    return 4.0 * np.sqrt(length) * U32 * np.asarray(magnitude, np.float64)
+def rounding(magnitude: ArrayLike) -> np.ndarray:
+    """Tolerance of a float32 sum of terms of random sign whose sizes sum to `magnitude`, 4 sigma.
+
+    The k-th partial sum of n terms of size s is about sqrt(k) s and is rounded once: together about U32 n s.
+    """
+    return 4.0 * U32 * np.asarray(magnitude, np.float64)

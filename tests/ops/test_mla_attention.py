@@ -47,7 +47,6 @@ def listed(selection: np.ndarray, position: int) -> list[int]:
 def check(arrays: list[np.ndarray], batch: Paged, config: MlaConfig) -> None:
     q, latent, weight, w_uk, w_uv, selection = arrays[:6]
     pool = written_rows(latent, weight, arrays[-1], batch, config)
-    steps = config.nope_dim + config.kv_lora + config.rope_dim + selection.shape[1] + config.kv_lora
     for out, cache_out in both(arrays, config):
         kept = batch.untouched(arrays[-1], config.layer)
         assert_same(cache_out[kept].view(np.int32), arrays[-1][kept].view(np.int32), "slots of others")
@@ -58,7 +57,8 @@ def check(arrays: list[np.ndarray], batch: Paged, config: MlaConfig) -> None:
             expected, size = attend(
                 q[row], w_uk, w_uv, listed(selection[row], position), pool, batch, request, position, config
             )
-            assert_close(out[row], expected, rounding(steps, size), f"row {row}")
+            # Two nested sums of random sign: a quarter of the bound for one.
+            assert_close(out[row], expected, rounding(size) / 4, f"row {row}")
 
 
 @pytest.mark.parametrize("interleaved", [1, 0])
@@ -125,7 +125,7 @@ def test_one_listed_position_gives_its_value() -> None:
     arrays[5][0] = [6, NONE, NONE, NONE]
     latent = arrays[-1][(1, *batch.slot(0, 6))][:32].astype(np.float64)
     for out, _cache in both(arrays, CONFIG):
-        assert_close(out[0], np.concatenate([w @ latent for w in arrays[4].astype(np.float64)]), rounding(32, 8.0))
+        assert_close(out[0], np.concatenate([w @ latent for w in arrays[4].astype(np.float64)]), rounding(8.0))
 
 
 def test_a_nan_at_position_0_reaches_only_rows_that_list_it() -> None:

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from comparison import U32, assert_close, assert_same
+from comparison import U32, assert_close, assert_same, rounding
 from onnx_case import reference, run
 
 from glm_mtp_export.ops import OP_TABLE
@@ -76,8 +76,13 @@ def test_choice_and_weights(top_k: int, n_group: int, topk_group: int, norm: int
         )
         assert_same(ids[clear], expected_ids[clear], "expert_ids")
         # The logit's error, absolute, is the score's error, relative; then a few roundings of the quotient.
-        logit_error = 4 * np.sqrt(24) * U32 * float(np.abs(x).max() * np.abs(weight).max())
-        assert_close(weights[clear], expected_weights[clear], (logit_error + 8 * U32) * 2.5, "expert_weights")
+        logit_error = float(rounding((np.abs(x) @ np.abs(weight).T).max()))
+        assert_close(
+            weights[clear],
+            expected_weights[clear],
+            (logit_error + 8 * U32) * np.abs(expected_weights[clear]),
+            "expert_weights",
+        )
 
 
 def route(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, **changes: float) -> list[list[np.ndarray]]:
