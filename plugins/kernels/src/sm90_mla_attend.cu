@@ -20,6 +20,8 @@
 #include "sm90_wgmma.cuh"
 #include "tensor_core.cuh"
 
+#pragma nv_diag_suppress 177  // on other targets the kernel is a trap and its parts stay unused
+
 namespace glm {
 namespace {
 
@@ -61,13 +63,13 @@ struct AttendArgs {
   float scale_log2;
 };
 
-__device__ void barrier_init(uint64_t* barrier, int arrivals) {
+__device__ inline void barrier_init(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
-__device__ void barrier_arrive(uint64_t* barrier) {
+__device__ inline void barrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(shared_address(barrier)) : "memory");
 }
-__device__ void barrier_wait(uint64_t* barrier, int parity) {
+__device__ inline void barrier_wait(uint64_t* barrier, int parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
       "wait:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
@@ -76,16 +78,16 @@ __device__ void barrier_wait(uint64_t* barrier, int parity) {
       : "memory");
 }
 template <int kId>
-__device__ void named_sync() {
+__device__ inline void named_sync() {
   asm volatile("bar.sync %0, %1;\n" ::"n"(kId), "n"(2 * kWarpgroup) : "memory");
 }
 template <int kId>
-__device__ void named_arrive() {
+__device__ inline void named_arrive() {
   asm volatile("bar.arrive %0, %1;\n" ::"n"(kId), "n"(2 * kWarpgroup) : "memory");
 }
 
 // Byte offset of a 16-byte chunk in a swizzled block of 128-byte rows.
-__device__ uint32_t swizzled(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
+__device__ inline uint32_t swizzled(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
 // Threads that gather: FP8 rows must be widened, which keeps two warpgroups busy.
 template <bool kFp8>
@@ -100,7 +102,7 @@ struct TileRows {
 };
 
 template <bool kFp8>
-__device__ TileRows<kFp8> find_rows(const AttendArgs& args, const int32_t* list, const int32_t* pages, int position,
+__device__ inline TileRows<kFp8> find_rows(const AttendArgs& args, const int32_t* list, const int32_t* pages, int position,
                                     int tile, int thread) {
   TileRows<kFp8> rows;
 #pragma unroll
@@ -112,7 +114,7 @@ __device__ TileRows<kFp8> find_rows(const AttendArgs& args, const int32_t* list,
   return rows;
 }
 
-__device__ void gather_bf16(const AttendArgs& args, const TileRows<false>& rows, uint8_t (*tile)[kBlockBytes],
+__device__ inline void gather_bf16(const AttendArgs& args, const TileRows<false>& rows, uint8_t (*tile)[kBlockBytes],
                             int thread) {
   const int chunk = thread % 8;
 #pragma unroll
@@ -129,7 +131,7 @@ __device__ void gather_bf16(const AttendArgs& args, const TileRows<false>& rows,
   copy_async_commit();
 }
 
-__device__ void gather_fp8(const AttendArgs& args, const TileRows<true>& rows, uint8_t (*tile)[kBlockBytes],
+__device__ inline void gather_fp8(const AttendArgs& args, const TileRows<true>& rows, uint8_t (*tile)[kBlockBytes],
                            int thread) {
   const int part = thread % 8;
 #pragma unroll
@@ -162,7 +164,7 @@ __device__ void gather_fp8(const AttendArgs& args, const TileRows<true>& rows, u
 }
 
 template <bool kFp8>
-__device__ void write_bias(const TileRows<kFp8>& rows, float* bias, int thread) {
+__device__ inline void write_bias(const TileRows<kFp8>& rows, float* bias, int thread) {
   if (thread % 8 == 0) {
 #pragma unroll
     for (int i = 0; i < rows.kCount; ++i) {
@@ -172,7 +174,7 @@ __device__ void write_bias(const TileRows<kFp8>& rows, float* bias, int thread) 
 }
 
 template <bool kFp8>
-__device__ void run_gather(const AttendArgs& args, SharedMemory& shared, const int32_t* list, const int32_t* pages,
+__device__ inline void run_gather(const AttendArgs& args, SharedMemory& shared, const int32_t* list, const int32_t* pages,
                            int position, int first_tile, int num_tiles, int thread) {
   if (num_tiles == 0) return;
   TileRows<kFp8> rows = find_rows<kFp8>(args, list, pages, position, first_tile, thread);
@@ -204,7 +206,7 @@ __device__ void run_gather(const AttendArgs& args, SharedMemory& shared, const i
 }
 
 // Scores of a tile: [64 heads x 64 keys].
-__device__ void issue_scores(SharedMemory& shared, int stage, float (&scores)[32]) {
+__device__ inline void issue_scores(SharedMemory& shared, int stage, float (&scores)[32]) {
   const uint64_t q = descriptor_k_major(shared_address(shared.q));
   const uint64_t keys = descriptor_k_major(shared_address(shared.keys[stage]));
 #pragma unroll
@@ -217,18 +219,24 @@ __device__ void issue_scores(SharedMemory& shared, int stage, float (&scores)[32
   }
 }
 
-// Prepares the output so far for a tile with a new maximum.
-__device__ void rescale_sums(float (&sums)[2][64], const float (&rescale)[2]) {
+__device__ inline float power_of_two(float exponent) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(result) : "f"(exponent));
+  return result;
+}
+
+// Prepares the output so far for a tile with a new maximum; after a few tiles the maximum rarely moves.
+__device__ inline void rescale_sums(float (&sums)[2][64], const float (&rescale)[2]) {
+  if (__all_sync(0xffffffffu, rescale[0] == 1.f && rescale[1] == 1.f)) return;
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
 #pragma unroll
     for (int e = 0; e < 64; ++e) sums[part][e] *= rescale[e % 4 / 2];
-    wgmma_fence_registers(sums[part]);
   }
 }
 
 // Warpgroup's half of the results: normalised rows, or the split's sums.
-__device__ void write_output(const AttendArgs& args, int row, int split, int head0, int lane0,
+__device__ inline void write_output(const AttendArgs& args, int row, int split, int head0, int lane0,
                              const float (&sums)[2][64], const float (&denominator)[2], const float (&row_max)[2], int thread) {
   const int warp = thread / 32, lane = thread % 32;
 #pragma unroll
@@ -255,7 +263,7 @@ __device__ void write_output(const AttendArgs& args, int row, int split, int hea
   }
 }
 
-__device__ void run_scores_and_left(const AttendArgs& args, SharedMemory& shared, int row, int split, int head0,
+__device__ inline void run_scores_and_left(const AttendArgs& args, SharedMemory& shared, int row, int split, int head0,
                                     int num_tiles, int thread) {
   const int warp = thread / 32, lane = thread % 32;
   float sums[2][64] = {};
@@ -288,7 +296,7 @@ __device__ void run_scores_and_left(const AttendArgs& args, SharedMemory& shared
       tile_max[half] = fmaxf(tile_max[half], __shfl_xor_sync(0xffffffffu, tile_max[half], 1));
       tile_max[half] = fmaxf(tile_max[half], __shfl_xor_sync(0xffffffffu, tile_max[half], 2));
       const float new_max = fmaxf(row_max[half], tile_max[half]);
-      rescale[half] = new_max == -CUDART_INF_F ? 1.f : exp2f(row_max[half] - new_max);
+      rescale[half] = new_max == -CUDART_INF_F ? 1.f : power_of_two(row_max[half] - new_max);
       reference[half] = new_max == -CUDART_INF_F ? 0.f : new_max;
       row_max[half] = new_max;
       row_sum[half] *= rescale[half];
@@ -298,8 +306,8 @@ __device__ void run_scores_and_left(const AttendArgs& args, SharedMemory& shared
     for (int j = 0; j < 8; ++j) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float low = exp2f(scores[4 * j + 2 * half] - reference[half]);
-        const float high = exp2f(scores[4 * j + 2 * half + 1] - reference[half]);
+        const float low = power_of_two(scores[4 * j + 2 * half] - reference[half]);
+        const float high = power_of_two(scores[4 * j + 2 * half + 1] - reference[half]);
         row_sum[half] += low + high;
         packed[j / 2][(j % 2) * 2 + half] = pack_bf16(low, high);
       }
@@ -318,6 +326,8 @@ __device__ void run_scores_and_left(const AttendArgs& args, SharedMemory& shared
     fence_shared_for_wgmma();
     named_arrive<1>();
     rescale_sums(sums, rescale);
+    wgmma_fence_registers(sums[0]);
+    wgmma_fence_registers(sums[1]);
     wgmma_fence();
     const uint64_t values = descriptor_n_major(shared_address(shared.keys[stage]), kBlockBytes);
 #pragma unroll
@@ -341,7 +351,7 @@ __device__ void run_scores_and_left(const AttendArgs& args, SharedMemory& shared
   write_output(args, row, split, head0, 0, sums, row_sum, row_max, thread);
 }
 
-__device__ void run_right(const AttendArgs& args, SharedMemory& shared, int row, int split, int head0, int num_tiles,
+__device__ inline void run_right(const AttendArgs& args, SharedMemory& shared, int row, int split, int head0, int num_tiles,
                           int thread) {
   const int warp = thread / 32, lane = thread % 32;
   const int head = warp * 16 + lane / 4;
@@ -352,6 +362,8 @@ __device__ void run_right(const AttendArgs& args, SharedMemory& shared, int row,
     named_sync<1>();
     const float rescale[2] = {shared.rescale[head], shared.rescale[head + 8]};
     rescale_sums(sums, rescale);
+    wgmma_fence_registers(sums[0]);
+    wgmma_fence_registers(sums[1]);
     wgmma_fence();
     const uint64_t probabilities = descriptor_k_major(shared_address(shared.probabilities));
     const uint64_t values = descriptor_n_major(shared_address(shared.keys[stage][4]), kBlockBytes);
@@ -375,7 +387,7 @@ __device__ void run_right(const AttendArgs& args, SharedMemory& shared, int row,
 }
 
 // The math warpgroups' share of the prologue: q of the block, [64 heads x 576], to shared memory.
-__device__ void load_q(const AttendArgs& args, SharedMemory& shared, int row, int head0) {
+__device__ inline void load_q(const AttendArgs& args, SharedMemory& shared, int row, int head0) {
   const __nv_bfloat16* q = args.absorbed_q + ((int64_t)row * args.num_heads + head0) * kWidth;
   for (int index = threadIdx.x; index < kHeads * kBlocks * 8; index += kMathThreads) {
     const int head = index / (kBlocks * 8), block = index % (kBlocks * 8) / 8, chunk = index % 8;

@@ -104,12 +104,16 @@ struct RowSampler {
     return {(int)coarse, (int)fminf((place - coarse) * kBins, (float)(kBins - 1))};
   }
 
+  // No id with a logit below this matters to the border being sought.
+  float floor_logit;
+
   // Adds this thread's ids for which bin_of(logit) >= 0 to the current histogram.
   template <bool kByWeight, typename Bin>
   __device__ void fill(Bin bin_of) {
     Histogram& histogram = state.histograms[buffer];
     for (int i = threadIdx.x; i < row.count; i += kRowThreads) {
       const float logit = row.at(i);
+      if (logit < floor_logit) continue;
       const int bin = bin_of(logit);
       if (bin < 0) continue;
       atomicAdd(&histogram.count[bin], 1u);
@@ -155,7 +159,8 @@ struct RowSampler {
     if (bin < kBins) {
       uint64_t before = inclusive - value;
       for (int other = 0; other < warp; ++other) before += state.scan_totals[other];
-      if (before < target && target <= before + value) {
+      // Should rounding of floor_logit ever leave too little, the last bin stands in, so that nothing stale is read.
+      if ((before < target && target <= before + value) || (bin == kBins - 1 && target > before + value)) {
         state.chosen_bin = bin;
         state.chosen_before = before;
         state.chosen_count = count;
@@ -174,7 +179,8 @@ struct RowSampler {
     for (int i = threadIdx.x; i < row.count; i += kRowThreads) {
       const LinearBins found = linear_bins(row.at(i));
       if (found.coarse == bins.coarse && found.fine == bins.fine) {
-        state.candidates[atomicAdd(&state.num_candidates, 1u)] = logit_key(row.at(i));
+        const uint32_t place = atomicAdd(&state.num_candidates, 1u);
+        if (place < kCandidates) state.candidates[place] = logit_key(row.at(i));
       }
     }
     cg::cluster_group cluster = cg::this_cluster();
@@ -182,7 +188,7 @@ struct RowSampler {
     uint32_t total = 0;
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block) {
-      const uint32_t count = *cluster.map_shared_rank(&state.num_candidates, block);
+      const uint32_t count = min(*cluster.map_shared_rank(&state.num_candidates, block), kCandidates - total);
       if (threadIdx.x < count) {
         const uint32_t key = *cluster.map_shared_rank(&state.candidates[threadIdx.x], block);
         state.all_candidates[total + threadIdx.x] = key;
@@ -233,7 +239,12 @@ struct RowSampler {
   // The border that keeps ids while the measure of better-ranked ids is below target (1 <= target <= whole measure).
   template <bool kByWeight>
   __device__ Border find_border(uint64_t target) {
-    if (threadIdx.x == 0) state.num_candidates = 0;
+    if (threadIdx.x == 0) {
+      // Read by other blocks for the border before; a cluster-wide sum lies between.
+      state.num_candidates = 0;
+      state.border_key = 0;
+      state.border_equal = 0;
+    }
     LinearBins bins;
     fill<kByWeight>([&](float logit) { return linear_bins(logit).coarse; });
     choose<kByWeight>(target);
@@ -402,7 +413,8 @@ __global__ void __launch_bounds__(kRowThreads, 2) sample_kernel(const __grid_con
       if (leader) result->relaxed_accepted = accepted;
     }
   } else if (!has_nan && sampled) {
-    RowSampler sampler = {row, state, maximum, kLog2e / temperature, (kBins - 1) / kCoarseRange / temperature, 0};
+    RowSampler sampler = {row, state, maximum, kLog2e / temperature, (kBins - 1) / kCoarseRange / temperature, 0,
+                          -CUDART_INF_F};
     uint32_t* words = reinterpret_cast<uint32_t*>(state.histograms);
     for (int i = threadIdx.x; i < (int)(sizeof(state.histograms) / 4); i += kRowThreads) words[i] = 0;
     __syncthreads();
@@ -420,6 +432,10 @@ __global__ void __launch_bounds__(kRowThreads, 2) sample_kernel(const __grid_con
       total = sampler.row.cluster_sum(total);
       if (border.num_equal > 0) total += border.num_equal * sampler.weight(logit_of_key(border.key));
       const uint64_t wanted = top_p > 0.f ? ceil_of_fraction(top_p, total) : 0;
+      // Ids lighter than (1 - top_p) total / vocabulary weigh less than 1 - top_p together: the border lies above them.
+      // A hundredth of a bit is far more than the error of this bound.
+      const float lightest = (1.f - fmaxf(top_p, 0.f)) * ((float)total / kWeightOne) / (float)args.vocab_size;
+      sampler.floor_logit = maximum + (log2f(lightest) - 0.01f) / sampler.scale;
       const Border tighter = sampler.find_border<true>(wanted > 0 ? wanted : 1);
       if (tighter.key == border.key && border.num_equal < tighter.num_equal) {
         // Equal logits on both borders: the earlier cut already dropped the higher ids.

@@ -50,25 +50,32 @@ __device__ void project_tile(const ProjectArgs& args, __nv_bfloat16* shared, int
   const __nv_bfloat16* weight = args.weight + (int64_t)head * args.depth * args.columns;
   const int num_steps = (args.depth + kStep - 1) / kStep;
 
+  // A thread copies the same 16-byte chunks of every step: lanes `inner` .. of tile rows `outer` + i * kRowsApart.
+  constexpr int kRowsApart = S::kThreads / 8, kChunksX = kBlockRows / kRowsApart, kChunksWeight = 64 / kRowsApart;
+  const int outer = threadIdx.x / 8, inner = threadIdx.x % 8 * 8;
+  const uint32_t target = shared_address(shared + outer * kPitch + inner);
+  const int64_t x_row = (int64_t)args.num_heads * args.x_width, weight_row = kDepthMajor ? args.columns : args.depth;
+  const __nv_bfloat16* x = args.x + (row0 + outer) * x_row + (int64_t)head * args.x_width + inner;
+  const __nv_bfloat16* weight_chunk = weight + (kDepthMajor ? outer * weight_row + column0 + inner
+                                                            : (column0 + outer) * weight_row + inner);
   const auto load_x = [&](int step) {
-    __nv_bfloat16* tile = shared + (step % kStages) * (kTileX + kTileWeight);
-    for (int chunk = threadIdx.x; chunk < kBlockRows * 8; chunk += S::kThreads) {
-      const int row = chunk / 8, depth = step * kStep + chunk % 8 * 8;
-      const bool valid = row0 + row < args.num_rows && depth < args.depth;
-      const __nv_bfloat16* source =
-          valid ? args.x + ((int64_t)(row0 + row) * args.num_heads + head) * args.x_width + depth : args.x;
-      copy_async_16(shared_address(tile + row * kPitch + chunk % 8 * 8), source, valid);
+    const uint32_t stage = target + (step % kStages) * (kTileX + kTileWeight) * 2;
+#pragma unroll
+    for (int i = 0; i < kChunksX; ++i) {
+      const bool valid = row0 + outer + i * kRowsApart < args.num_rows && step * kStep + inner < args.depth;
+      copy_async_16(stage + i * kRowsApart * kPitch * 2, valid ? x + i * kRowsApart * x_row + step * kStep : args.x,
+                    valid);
     }
   };
   const auto load_weight = [&](int step) {
-    __nv_bfloat16* tile = shared + (step % kStages) * (kTileX + kTileWeight) + kTileX;
-    for (int chunk = threadIdx.x; chunk < 64 * 8; chunk += S::kThreads) {
-      const int outer = chunk / 8, inner = chunk % 8 * 8;
-      const int depth = step * kStep + (kDepthMajor ? outer : inner);
-      const int column = column0 + (kDepthMajor ? inner : outer);
+    const uint32_t stage = target + ((step % kStages) * (kTileX + kTileWeight) + kTileX) * 2;
+    const __nv_bfloat16* source = weight_chunk + (kDepthMajor ? step * kStep * weight_row : step * kStep);
+#pragma unroll
+    for (int i = 0; i < kChunksWeight; ++i) {
+      const int depth = step * kStep + (kDepthMajor ? outer + i * kRowsApart : inner);
+      const int column = column0 + (kDepthMajor ? inner : outer + i * kRowsApart);
       const bool valid = depth < args.depth && column < args.columns;
-      const int64_t offset = kDepthMajor ? (int64_t)depth * args.columns + column : (int64_t)column * args.depth + depth;
-      copy_async_16(shared_address(tile + outer * kPitch + inner), valid ? weight + offset : weight, valid);
+      copy_async_16(stage + i * kRowsApart * kPitch * 2, valid ? source + i * kRowsApart * weight_row : weight, valid);
     }
   };
 
