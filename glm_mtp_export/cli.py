@@ -409,5 +409,41 @@ def triton(artifact: Path, output: Path, backend: str) -> None:
     click.echo(f"{output}: start it with tritonserver --model-repository {output}")
 
 
+@main.group()
+def bench() -> None:
+    """Measure a loaded artifact."""
+
+
+@bench.command("serve")
+@click.argument("artifact", type=_DIRECTORY)
+@click.option("--rate", type=float, default=2.0, show_default=True, help="Requests a second, Poisson.")
+@click.option("--num-requests", type=int, default=50, show_default=True)
+@click.option("--prompts", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="One prompt a line.")
+@click.option("--prompt-tokens", type=(int, int), default=(16, 128), show_default=True, help="Without --prompts.")
+@click.option("--max-tokens", type=int, default=64, show_default=True)
+@click.option("--temperature", type=float, default=0.0, show_default=True)
+@click.option("--speculative/--no-speculative", default=True, show_default=True)
+@click.option("--first-token-goal", type=float, default=1.0, show_default=True, help="Seconds.")
+@click.option("--per-token-goal", type=float, default=0.1, show_default=True, help="Seconds.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--backend", default="onnxruntime", show_default=True)
+@click.option("--plot", type=click.Path(path_type=Path), default=None, help="Picture to write, .png or .svg.")
+@click.option("--json", "as_json", is_flag=True)
+def bench_serve(
+    artifact: Path, prompts: Path | None, backend: str, plot: Path | None, as_json: bool, **load: Any
+) -> None:
+    """Replay a Poisson load; print latencies, throughput and goodput."""
+    from glm_mtp_export.runtime import Runtime
+    from glm_mtp_export.runtime.load_bench import LoadOptions, run_load
+
+    lines = () if prompts is None else tuple(filter(None, prompts.read_text(encoding="utf-8").splitlines()))
+    options = LoadOptions(prompts=lines, **load)
+    with Runtime.load(artifact, backend) as runtime:
+        report = run_load(runtime, options)
+    if plot is not None:
+        report.plot(plot)
+    click.echo(report.to_json() if as_json else report.text())
+
+
 if __name__ == "__main__":
     main()
