@@ -6,6 +6,7 @@ value. Calls carry no drafts and name the next token, so both sessions write the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from glm_mtp_export.artifact import PAGE_SIZE, CacheSpec, Manifest
 from glm_mtp_export.runtime.session import StepInputs
 
-__all__ = ["feed_tokens", "layer_errors"]
+__all__ = ["feed_tokens", "layer_errors", "reference_rows"]
 
 Float32 = NDArray[np.float32]
 _DECODED_ONE_BY_ONE = 12
@@ -50,14 +51,20 @@ def _call(manifest: Manifest, tokens: list[int], length: int, following: int, pa
     )
 
 
-def layer_errors(reference: Any, session: Any, num_positions: int, pages: list[int]) -> dict[str, list[float]]:
-    """Cache name -> largest relative error of each layer over the first `num_positions`."""
+def reference_rows(session: Any, num_positions: int, pages: list[int]) -> dict[str, Float32]:
+    """Pool name, one a layer -> rows [positions, width] that a session of the portable dialect holds."""
+    names = [cache.name for cache in session.manifest.caches]
+    return {name: _rows(session.read_cache(name), pages, num_positions)[0] for name in names}
+
+
+def layer_errors(
+    reference: Mapping[str, Float32], session: Any, num_positions: int, pages: list[int]
+) -> dict[str, list[float]]:
+    """Cache name -> largest error of each layer over the first `num_positions`, against `reference_rows`."""
     errors = {}
     for cache in session.manifest.caches:
-        # The portable dialect has one pool a layer.
-        layers = [reference.read_cache(f"{cache.name}.{layer}") for layer in range(cache.num_layers)]
-        expected = _rows(np.concatenate(layers), pages, num_positions)
         found = _rows(_decoded(session.read_cache(cache.name), cache, session.manifest), pages, num_positions)
+        expected = [reference[f"{cache.name}.{layer}"] for layer in range(cache.num_layers)]
         errors[cache.name] = [
             float(np.abs(f - e).max() / np.abs(e).max()) for f, e in zip(found, expected, strict=True)
         ]

@@ -1,7 +1,8 @@
 """The embedded model on the card, in three weight formats, against the portable dialect on the CPU.
 
-    nano.py oracle WORK          answers of the portable artifact, with the margin of every token
-    nano.py engine WORK DTYPE    export, build, run on the card, compare; prints a JSON line at the end
+    nano.py oracle WORK          answers of the portable artifact, the margin of every token, rows of its caches
+    nano.py build WORK DTYPE     export and build an engine; needs no card
+    nano.py engine WORK DTYPE    build if need be, run on the card, compare; prints a JSON line at the end
 
 Compared: greedy ids of held-out exams and where they part first, the margin of the oracle's two likeliest tokens there,
 task accuracy, the four caches layer by layer, acceptance over a thousand tokens, and the time of a decode call.
@@ -9,6 +10,7 @@ task accuracy, the four caches layer by layer, acceptance over a thousand tokens
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import sys
@@ -24,15 +26,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from nano.chats import TASKS  # noqa: E402
 from nano.evaluate import exams  # noqa: E402
 
-from glm_mtp_export.artifact import Manifest  # noqa: E402
+from glm_mtp_export.artifact import MANIFEST_NAME, Manifest  # noqa: E402
 from glm_mtp_export.config import SpeculationConfig  # noqa: E402
 from glm_mtp_export.demo import nano_checkpoint  # noqa: E402
 from glm_mtp_export.engine.profile import load_profile  # noqa: E402
+from glm_mtp_export.engine_manifest import ENGINE_MANIFEST_NAME, EngineManifest, engine_directory  # noqa: E402
 from glm_mtp_export.export import ExportOptions, export_checkpoint  # noqa: E402
 from glm_mtp_export.runtime import Runtime, SamplingParams  # noqa: E402
 from glm_mtp_export.runtime.session import StepInputs  # noqa: E402
-from glm_mtp_export.runtime.sessions import open_session  # noqa: E402
-from gpu_stages.caches import feed_tokens, layer_errors  # noqa: E402
+from gpu_stages.caches import feed_tokens, layer_errors, reference_rows  # noqa: E402
 
 NUM_DRAFTS = 3
 EXAMS_PER_TASK, EXAM_SEED, MAX_TOKENS = 6, 20_000, 160
@@ -74,12 +76,21 @@ def tokens_per_call(runtime: Runtime) -> list[int]:
     return [len(d.token_ids) for d in runtime.stream(questions()[0].prompt, params) if d.token_ids]
 
 
+def cache_tokens() -> list[int]:
+    """The ids that fill the caches for comparison."""
+    exam = max(questions(), key=lambda e: len(e.prompt))
+    return (exam.prompt + exam.answer)[:CACHE_TOKENS]
+
+
 def oracle(work: Path) -> None:
-    """Write oracle.json: ids and margins of the portable artifact."""
+    """Write reference.npz, then oracle.json: cache rows, ids and margins of the portable artifact."""
     speculation = SpeculationConfig(num_speculative_tokens=NUM_DRAFTS, num_logprobs=2)
     artifact = work / "portable"
     manifest = export_checkpoint(nano_checkpoint(), artifact, ExportOptions(speculation=speculation))
     with Runtime.load(artifact, profile=load_profile("nano-cpu")) as runtime:
+        feed_tokens(runtime.session, cache_tokens(), CACHE_PAGES)
+        rows = reference_rows(runtime.session, len(cache_tokens()) - 1, CACHE_PAGES)
+        np.savez(work / "reference.npz", **rows)
         found = answers(runtime, 2)
         long_calls = tokens_per_call(runtime)
     margins = [[p.top[0][1] - p.top[1][1] if len(p.top) > 1 else None for p in c.logprobs] for c in found]
@@ -103,15 +114,9 @@ def first_differences(expected: dict[str, Any], outputs: list[list[int]]) -> lis
 
 def cache_errors(work: Path, session: Any) -> dict[str, list[float]]:
     """The four caches against the portable session's after the same calls."""
-    exam = max(questions(), key=lambda e: len(e.prompt))
-    tokens = (exam.prompt + exam.answer)[:CACHE_TOKENS]
-    artifact = work / "portable"
-    reference = open_session(artifact, Manifest.load(artifact), load_profile("nano-cpu"))
-    for one in (reference, session):
-        feed_tokens(one, tokens, CACHE_PAGES)
-    errors = layer_errors(reference, session, len(tokens) - 1, CACHE_PAGES)
-    reference.close()
-    return errors
+    feed_tokens(session, cache_tokens(), CACHE_PAGES)
+    with np.load(work / "reference.npz") as reference:
+        return layer_errors(reference, session, len(cache_tokens()) - 1, CACHE_PAGES)
 
 
 def decode_rows(session: Any, dtype: str) -> list[dict[str, Any]]:
@@ -160,20 +165,32 @@ def decode_rows(session: Any, dtype: str) -> list[dict[str, Any]]:
     return rows
 
 
-def engine(work: Path, dtype: str) -> dict[str, Any]:
-    """Everything about one weight format."""
+def build(work: Path, dtype: str) -> EngineManifest:
+    """Export and build the engine of one weight format, unless it is there."""
     from glm_mtp_export.engine import tensorrt
 
-    artifact = work / dtype
+    artifact, profile = work / dtype, load_profile("nano-h200")
+    folder = engine_directory(artifact, profile.backend)
+    if (folder / ENGINE_MANIFEST_NAME).is_file():
+        return EngineManifest.load(folder)
     options = ExportOptions(
         dialect="device",
         dtype=dtype,
         cache_dtype=CACHE_DTYPES[dtype],
         speculation=SpeculationConfig(num_speculative_tokens=NUM_DRAFTS),
+        overwrite=True,
     )
-    manifest = export_checkpoint(nano_checkpoint(), artifact, options)
-    profile = load_profile("nano-h200")
-    built = tensorrt.build(artifact, profile)
+    export_checkpoint(nano_checkpoint(), artifact, options)
+    return tensorrt.build(artifact, profile).manifest
+
+
+def engine(work: Path, dtype: str) -> dict[str, Any]:
+    """Everything about one weight format."""
+    built = build(work, dtype)
+    artifact, profile = work / dtype, built.profile
+    # An artifact that was built elsewhere names the checkpoint's folder of that machine.
+    manifest = dataclasses.replace(Manifest.load(artifact), checkpoint=str(nano_checkpoint()))
+    (artifact / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     begin = time.perf_counter()
     expected = wait_for_oracle(work)
     with Runtime.load(artifact, backend=profile.backend, profile=profile) as runtime:
@@ -190,8 +207,8 @@ def engine(work: Path, dtype: str) -> dict[str, Any]:
     return {
         "dtype": dtype,
         "cache_dtype": CACHE_DTYPES[dtype],
-        "plugin_layers": built.manifest.num_plugin_layers,
-        "build_seconds": round(built.build_seconds, 2),
+        "plugin_layers": built.num_plugin_layers,
+        "toolchain": dict(built.toolchain),
         "load_seconds": round(load_seconds, 2),
         "exams": len(outputs),
         "differences": first_differences(expected, outputs),
@@ -218,10 +235,12 @@ def wait_for_oracle(work: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run one of the two programs of the module docstring."""
+    """Run one of the programs of the module docstring."""
     command, work = sys.argv[1], Path(sys.argv[2])
     if command == "oracle":
         oracle(work)
+    elif command == "build":
+        build(work, sys.argv[3])
     else:
         print(json.dumps(engine(work, sys.argv[3])))
 
