@@ -2,9 +2,10 @@
 """Whole-step times of a GLM-5.2 slice on one card: layers 0-8 and the MTP layer at full width, K drafts, 8k contexts.
 
     python benchmarks/slice_step.py prepare DIR [--format fp8|nvfp4|bf16]   anywhere: checkpoint headers and device artifact
-    python benchmarks/slice_step.py run DIR --out FILE                      on the card: engine, random weights, times
+    python benchmarks/slice_step.py build DIR                               anywhere with TensorRT(-RTX): the engine
+    python benchmarks/slice_step.py run DIR --out FILE                      on the card: random weights, times
 
-`run` builds the engine, fills the weights with normal values made on the card (uniform bytes would make huge numbers, zeros run
+`run` builds the engine if it is not there, fills the weights with normal values made on the card (uniform bytes would make huge numbers, zeros run
 faster than real data), prefills 8k random tokens a request, then times whole decode steps, host included, by the wall clock around
 `session.run`. A profile of a few steps gives the share of every kernel. Rows go to FILE as JSON and to standard output as a table.
 """
@@ -27,7 +28,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from glm_mtp_export.artifact import Manifest, WeightEntry
-from glm_mtp_export.engine_manifest import EngineProfile
+from glm_mtp_export.engine_manifest import ENGINE_MANIFEST_NAME, EngineProfile, engine_directory
 
 NUM_LAYERS, CONTEXT, NUM_DRAFTS, BATCHES = 9, 8192, 3, (1, 8, 32)
 HBM_BYTES_PER_SECOND = 4.3e12  # device copy on an H200
@@ -56,6 +57,14 @@ def prepare(folder: Path, layout: str, cache_dtype: str) -> None:
     write_stand_in(folder / "checkpoint", config, layout, num_shards=1, filling="headers", block=(128, 128))
     options = ExportOptions("device", None, cache_dtype, SpeculationConfig(NUM_DRAFTS), overwrite=True)
     export_checkpoint(folder / "checkpoint", folder / "artifact", options)
+
+
+def build_engine(folder: Path, plugins: Path | None) -> None:
+    """Build the engine; needs no card."""
+    from glm_mtp_export.engine.tensorrt import build
+
+    report = build(folder / "artifact", PROFILE, plugins=plugins)
+    print(f"build {report.build_seconds:.1f} s, {report.manifest.num_plugin_layers} plugin layers", flush=True)
 
 
 def random_filler() -> Any:
@@ -223,17 +232,15 @@ def run(folder: Path, out: Path, plugins: Path | None, shares: bool) -> None:
     """Build, fill, time, and write the rows."""
     import torch
 
-    from glm_mtp_export.engine.tensorrt import build
     from glm_mtp_export.runtime.sessions.tensorrt import TensorRtSession
 
     artifact = folder / "artifact"
     manifest = Manifest.load(artifact)
-    report = build(artifact, PROFILE, plugins=plugins)
+    if not (engine_directory(artifact, PROFILE.backend) / ENGINE_MANIFEST_NAME).is_file():
+        build_engine(folder, plugins)
     begin = time.perf_counter()
     session = TensorRtSession.load(artifact, manifest, PROFILE, random_filler())
-    print(
-        f"build {report.build_seconds:.1f} s, load with random weights {time.perf_counter() - begin:.1f} s", flush=True
-    )
+    print(f"load with random weights {time.perf_counter() - begin:.1f} s", flush=True)
     rows: list[dict[str, Any]] = []
     for batch in BATCHES:
         requests = Requests(manifest, batch)
@@ -267,7 +274,7 @@ def run(folder: Path, out: Path, plugins: Path | None, shares: bool) -> None:
 def main() -> None:
     """See the module's docstring."""
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("stage", choices=("prepare", "run"))
+    cli.add_argument("stage", choices=("prepare", "build", "run"))
     cli.add_argument("folder", type=Path)
     cli.add_argument("--format", default="fp8", choices=("fp8", "nvfp4", "bf16"))
     cli.add_argument("--cache-dtype", default="float8_e4m3fn", choices=("bfloat16", "float8_e4m3fn"))
@@ -277,6 +284,8 @@ def main() -> None:
     options = cli.parse_args()
     if options.stage == "prepare":
         prepare(options.folder, options.format, options.cache_dtype)
+    elif options.stage == "build":
+        build_engine(options.folder, options.plugins)
     else:
         run(options.folder, options.out, options.plugins, not options.no_shares)
 
