@@ -36,6 +36,7 @@ __all__ = [
     "STEP_NAME",
     "WEIGHTS_NAME",
     "CacheSpec",
+    "ConversionError",
     "FileRecord",
     "Manifest",
     "TensorSpec",
@@ -207,6 +208,20 @@ class WeightEntry:
 
 
 @dataclass(frozen=True)
+class ConversionError:
+    """What `--dtype` costs one module group, measured against the stored values (dequantised) that it changes."""
+
+    model: str  # target or draft
+    group: str  # as in the inspect report
+    stored: str  # stored formats
+    converted: str  # formats in the graph
+    relative_rms: float  # norm of the difference over the norm of the stored values
+    largest_relative: float  # largest difference over the largest magnitude of its matrix
+    num_measured: int
+    num_values: int
+
+
+@dataclass(frozen=True)
 class FileRecord:
     """Size and digest of a file of the artifact."""
 
@@ -244,6 +259,9 @@ class Manifest:
     checkpoint: str  # where the weights came from, as given
     toolchain: Mapping[str, str] = field(default_factory=dict)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint_notices: tuple[str, ...] = ()  # what was odd about the checkpoint, as `inspect` says it
+    kv_scales: Mapping[str, float | None] = field(default_factory=dict)  # in the checkpoint, not used: caches scale themselves
+    conversion_errors: tuple[ConversionError, ...] = ()  # empty: every stored value is in the graph as it was
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
@@ -267,6 +285,8 @@ class Manifest:
             raw["inputs"] = tuple(_record(TensorSpec, t) for t in raw["inputs"])
             raw["outputs"] = tuple(_record(TensorSpec, t) for t in raw["outputs"])
             raw["weights"] = tuple(_record(WeightEntry, w) for w in raw["weights"])
+            raw["checkpoint_notices"] = tuple(raw["checkpoint_notices"])
+            raw["conversion_errors"] = tuple(ConversionError(**e) for e in raw["conversion_errors"])
             raw["files"] = {name: FileRecord(**record) for name, record in raw["files"].items()}
             return cls(**raw)
         except ArtifactError:

@@ -1,8 +1,7 @@
 """How much a `--dtype` conversion costs: the error of each module group against the stored (dequantised) weights.
 
-In: a view and the weight plan. Out: one `ConversionError` per group whose values change, for the manifest and the
-report. At full size a number of evenly spaced parts of each weight is measured, and the record says how many values
-that were.
+In: a view and the weight plan. Out: one `ConversionError` per group whose values change, for the manifest. A number of evenly
+spaced parts of each weight is measured, and the record says how many values that were.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from glm_mtp_export.artifact import WeightEntry
-from glm_mtp_export.checkpoint.formats import FP8_BLOCK_FORMAT, NVFP4
+from glm_mtp_export.artifact import ConversionError, WeightEntry
+from glm_mtp_export.checkpoint.formats import FP8_BLOCK_FORMAT, NVFP4, PLAIN
 from glm_mtp_export.checkpoint.numeric import (
     F32,
     FP8_BLOCK,
@@ -28,21 +27,7 @@ from glm_mtp_export.checkpoint.parts import Part, entry_parts
 from glm_mtp_export.checkpoint.view import CheckpointView
 from glm_mtp_export.checkpoint.weights import Progress
 
-__all__ = ["ConversionError", "conversion_errors"]
-
-
-@dataclass(frozen=True)
-class ConversionError:
-    """Error of one group. `relative_rms` is the norm of the difference over the norm of the stored values."""
-
-    model: str  # target or draft
-    group: str  # as in the inspect report
-    stored: str  # stored formats
-    converted: str  # format in the graph
-    relative_rms: float
-    largest_relative: float  # largest difference over the largest magnitude of its matrix
-    num_measured: int
-    num_values: int
+__all__ = ["conversion_errors"]
 
 
 @dataclass
@@ -57,26 +42,24 @@ class _Sums:
 
 
 def conversion_errors(
-    view: CheckpointView, entries: Iterable[WeightEntry], max_parts: int = 16, progress: Progress | None = None
+    view: CheckpointView, entries: Iterable[WeightEntry], max_parts: int = 4, progress: Progress | None = None
 ) -> tuple[ConversionError, ...]:
-    """Measure up to `max_parts` parts (matrices, or heads of kv_b) of each weight; groups without any change are left
-    out.
+    """Measure up to `max_parts` evenly spaced parts (matrices, or heads of kv_b) of each weight that is converted.
 
-    A headers-only checkpoint has nothing to measure and gives an empty tuple.
+    Weights whose stored values pass through, and groups that lose nothing, are left out. A headers-only checkpoint has
+    nothing to measure and gives an empty tuple.
     """
     sums: dict[tuple[str, str], _Sums] = {}
     for entry in entries if not view.store.headers_only else ():
-        if entry.component != "values":
-            continue
-        parts = list(entry_parts(view, entry))
-        chosen = {round(i) for i in np.linspace(0, len(parts) - 1, min(max_parts, len(parts)))}
-        key = entry.name.partition(".")[0], _group(view, entry)
-        total = sums.setdefault(key, _Sums(set(), set()))
-        total.stored |= {part.weight.precision for part in parts}
-        total.converted.add(entry.dtype if entry.format not in (FP8_BLOCK_FORMAT, NVFP4) else entry.format)
-        total.num_values += sum(part.num_values for part in parts)
-        for index in sorted(chosen):
-            _measure(parts[index], entry, total)
+        parts = [] if entry.component != "values" else [p for p in entry_parts(view, entry) if not _is_exact(p, entry)]
+        if parts:
+            key = entry.name.partition(".")[0], _group(view, entry)
+            total = sums.setdefault(key, _Sums(set(), set()))
+            total.stored |= {part.weight.precision for part in parts}
+            total.converted.add(entry.dtype if entry.format == PLAIN else entry.format)
+            total.num_values += sum(part.num_values for part in parts)
+            for index in sorted({round(i) for i in np.linspace(0, len(parts) - 1, min(max_parts, len(parts)))}):
+                _measure(parts[index], entry, total)
         if progress:
             progress(entry.num_bytes)
     return tuple(
@@ -92,6 +75,15 @@ def conversion_errors(
         for key, s in sums.items()
         if s.difference > 0
     )
+
+
+def _is_exact(part: Part, entry: WeightEntry) -> bool:
+    """Whether the stored values reach the graph unchanged by construction."""
+    if entry.format == NVFP4:
+        return part.weight.format == NVFP4
+    if entry.format == FP8_BLOCK_FORMAT:
+        return part.has_kernel_blocks
+    return entry.dtype == "float32" or part.weight.precision == entry.dtype
 
 
 def _group(view: CheckpointView, entry: WeightEntry) -> str:

@@ -23,6 +23,7 @@ from glm_mtp_export.artifact import (
     STEP_NAME,
     WEIGHTS_NAME,
     CacheSpec,
+    ConversionError,
     Manifest,
     WeightEntry,
     cache_specs,
@@ -30,6 +31,7 @@ from glm_mtp_export.artifact import (
     step_inputs,
     step_outputs,
 )
+from glm_mtp_export.checkpoint.conversion import conversion_errors
 from glm_mtp_export.checkpoint.plan import stored_dtype, weight_plan
 from glm_mtp_export.checkpoint.sharding import rank_plan
 from glm_mtp_export.checkpoint.view import CheckpointView
@@ -156,9 +158,26 @@ def export_checkpoint(
             thinking_token_ids=dict(vocabulary.markers),
             checkpoint=str(checkpoint),
             toolchain={name: version(name) for name in ("torch", "onnx", "onnxscript")},
+            checkpoint_notices=view.notices,
+            kv_scales=view.kv_scales,
+            conversion_errors=_measured_conversions(view, weights, progress),
         )
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
+
+
+def _measured_conversions(
+    view: CheckpointView, weights: Sequence[WeightEntry], progress: Progress
+) -> tuple[ConversionError, ...]:
+    """The cost of `--dtype`, for the manifest."""
+    done, size = 0, sum(entry.num_bytes for entry in weights)
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        progress("conversion", done, size)
+
+    return conversion_errors(view, weights, progress=advance)
 
 
 def _check_target(out: Path, overwrite: bool) -> None:
