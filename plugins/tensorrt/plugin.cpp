@@ -13,6 +13,14 @@ using nvinfer1::PluginTensorDesc;
 namespace
 {
 
+constexpr size_t kWorkspaceAlignment = 256;
+
+void* aligned(void* workspace)
+{
+    auto const address = reinterpret_cast<uintptr_t>(workspace);
+    return reinterpret_cast<void*>((address + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment);
+}
+
 bool accepts(Type type, DataType found)
 {
     switch (type)
@@ -223,7 +231,9 @@ size_t Plugin::getWorkspaceSize(nvinfer1::DynamicPluginTensorDesc const* inputs,
         call.attributes = &values_;
         call.inputDescs = ins.data();
         call.outputDescs = outs.data();
-        return op_.binding->workspace(call);
+        // Room to move the start up: TensorRT aligns a workspace to 128 bytes, the kernels ask for more.
+        size_t const bytes = op_.binding->workspace(call);
+        return bytes == 0 ? 0 : bytes + kWorkspaceAlignment;
     });
 }
 
@@ -298,7 +308,7 @@ int32_t Plugin::enqueue(PluginTensorDesc const* inputDescs, PluginTensorDesc con
         call.outputDescs = outputDescs;
         call.inputs = inputs;
         call.outputs = outputs;
-        call.workspace = workspace;
+        call.workspace = aligned(workspace);
         call.stream = stream;
         call.workspaceBytes = op_.binding->workspace != nullptr ? op_.binding->workspace(call) : 0;
         int const status = op_.binding->enqueue(call);
