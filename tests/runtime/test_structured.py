@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from fake_model import END_THINK, EOS, THINK, USER, FakeSession, hashed_errors
+from fake_model import END_THINK, END_TOOL_CALL, EOS, THINK, TOOL_CALL, USER, FakeSession, hashed_errors
 from harness import TOKENIZER, Bench, bench
 
 from glm_mtp_export.errors import RequestError
@@ -153,6 +153,26 @@ def test_unusable_structures_are_refused_before_anything_runs(structure: Structu
     with pytest.raises(RequestError, match=reason):
         b.add("r", [1], SamplingParams(structured_output=structure))
     b.check_empty()
+
+
+@pytest.mark.parametrize("num_drafts", [0, 5])
+def test_tool_call_structural_tag(num_drafts: int) -> None:
+    tag = {
+        "type": "structural_tag",
+        "format": {
+            "type": "tag",
+            "begin": {"type": "token", "token": "<tool_call>"},
+            "content": {"type": "json_schema", "json_schema": json.loads(_SCHEMA), "style": "glm_xml"},
+            "end": {"type": "token", "token": "</tool_call>"},
+        },
+    }
+    b = _run(num_drafts, StructuredOutput(structural_tag=json.dumps(tag)), [1])
+    ended = [c for c in b.completions.values() if c.finish_reason == "stop"]
+    assert ended
+    for done in ended:
+        assert done.token_ids[0] == TOOL_CALL and done.token_ids[-2:] == (END_TOOL_CALL, EOS)
+        pairs = re.findall(r"<arg_key>(\w)</arg_key>\s*<arg_value>\s*(\w+)\s*</arg_value>", done.text)
+        assert [key for key, _ in pairs] == ["a", "b"] and pairs[0][1].isdigit() and pairs[1][1] in ("x", "yy")
 
 
 def test_exactly_one_kind_of_structure() -> None:
