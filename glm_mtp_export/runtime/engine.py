@@ -186,8 +186,8 @@ class Engine:
             sequence = row.sequence
             if row.num_tokens > 2:
                 self.statistics.num_prefill_tokens += row.num_tokens
-            if not 0 <= next_tokens[b] < self.capabilities.vocab_size:
-                self._fail(sequence, next_tokens[b])
+            if not (0 <= next_tokens[b] < self.capabilities.vocab_size and 0 <= num_accepted[b] <= row.num_drafts):
+                self._fail(row, next_tokens[b], num_accepted[b])
                 deltas.append(self._last_delta(sequence))
                 continue
             if not row.is_final:
@@ -227,13 +227,12 @@ class Engine:
         else:
             sequence.drafts = drafts if sequence.params.speculative else []
         self._register_pages(sequence)
-        if num_followers := self._followers.pop(sequence.key, None):
-            for follower in num_followers:
-                self.scheduler.add(follower)
+        for follower in self._followers.pop(sequence.key, ()):
+            self.scheduler.add(follower)
         if sequence.is_finished:
             if sequence.finish_reason == "error":
                 self.allocator.forget(sequence.pages)
-            self._leave(sequence)
+            self.scheduler.remove(sequence)
 
     def _register_pages(self, sequence: Sequence) -> None:
         if not self.config.enable_prefix_sharing or sequence.cache_length < (sequence.num_registered + 1) * PAGE_SIZE:
@@ -246,22 +245,21 @@ class Engine:
 
     # ---- endings
 
-    def _fail(self, sequence: Sequence, next_token: int) -> None:
-        what = "the logits held a NaN" if next_token == -1 else f"the model returned token id {next_token}"
+    def _fail(self, row: ScheduledRow, next_token: int, num_accepted: int) -> None:
+        sequence = row.sequence
+        what = f"the model returned token id {next_token} and {num_accepted} of {row.num_drafts} drafts accepted"
+        if next_token == -1:
+            what = "the logits held a NaN"
         self.allocator.forget(sequence.pages)
         self._retire(sequence, "error", f"{what} at output token {sequence.num_output}")
 
     def _retire(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         sequence.finish(reason, error=error)
-        followers = self._followers.pop(sequence.key, [])
         for waiting in self._followers.values():
             if sequence in waiting:
                 waiting.remove(sequence)
-        for follower in followers:
+        for follower in self._followers.pop(sequence.key, ()):
             self.scheduler.add(follower)
-        self._leave(sequence)
-
-    def _leave(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence)
 
     def _delta(self, sequence: Sequence, num_before: int, committed: Committed) -> Delta | None:

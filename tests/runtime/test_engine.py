@@ -13,6 +13,7 @@ from harness import TOKENIZER, Bench, bench
 from glm_mtp_export.errors import RequestError
 from glm_mtp_export.runtime.sampling import SamplingParams
 from glm_mtp_export.runtime.scheduler import SchedulerConfig
+from glm_mtp_export.runtime.session import StepInputs, StepOutputs
 
 _PROMPT = [11, 22, 33, 44, 55]
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -355,6 +356,28 @@ def test_nan_ends_its_request_alone_and_its_pages_are_not_shared(caplog: pytest.
     b.add("again", bad, _GREEDY)
     b.run()
     assert b.completions["again", 0].statistics.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(("token", "num_accepted"), [(288, 0), (-7, 0), (5, 4), (5, -1)])
+def test_results_out_of_range_end_their_request_alone(token: int, num_accepted: int) -> None:
+    b = bench()
+    b.add("good", [1, 2], _GREEDY)
+    b.add("bad", _PROMPT, _GREEDY)
+    b.step()
+    honest = b.session.run
+
+    def run(inputs: StepInputs) -> StepOutputs:
+        outputs = honest(inputs)
+        if inputs.num_requests == 2:
+            outputs.next_tokens[1], outputs.num_accepted[1] = token, num_accepted
+        return outputs
+
+    b.session.run = run  # type: ignore[method-assign]
+    b.run()
+    done = b.completions["bad", 0]
+    assert done.finish_reason == "error" and f"token id {token} and {num_accepted} of 3 drafts" in (done.error or "")
+    assert b.ids("good") == oracle.generate([1, 2], _GREEDY, 0, 20)[0]
+    b.check_empty()
 
 
 @pytest.mark.parametrize(
