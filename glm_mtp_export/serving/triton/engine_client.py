@@ -77,6 +77,7 @@ class EngineClient:
         self._next_id = 0
         self._connection: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._reader: threading.Thread | None = None
         if command is not None:
             self._start(command)
 
@@ -105,11 +106,14 @@ class EngineClient:
                     write_message(self._connection, {"type": "abort", "id": request_id})
 
     def close(self) -> None:
-        """End the connection, and the process if this client started it."""
+        """End the connection, and the process if this client started it. Open requests get their error first."""
         with self._lock:
             connection, self._connection = self._connection, None
         if connection is not None:
-            connection.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        if self._reader is not None:
+            self._reader.join()
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()  # the process ends itself when this pipe does, also if we crash
@@ -148,7 +152,8 @@ class EngineClient:
                 "The engine process is not running. Load the streaming model of this repository, which starts it."
             ) from error
         self._connection = connection
-        threading.Thread(target=self._read, args=(connection,), name="engine-events", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, args=(connection,), name="engine-events", daemon=True)
+        self._reader.start()
 
     def _read(self, connection: socket.socket) -> None:
         with connection, connection.makefile("rb") as stream:

@@ -6,6 +6,10 @@ all clients at once.
 
 Tensors are passed on by name: what a field means is decided in the engine process. Cancelled requests are noticed by asking
 Triton a few times a second, and end within the engine's next step.
+
+What may go wrong: asking about a request whose final response has been sent crashes the whole server (seen with 2.51), so
+asking and sending exclude each other, and nothing is asked after the final response. No thread outlives `finalize`, since
+the stub crashes when one calls into it while it is being taken down.
 """
 
 from __future__ import annotations
@@ -14,7 +18,6 @@ import json
 import os
 import sys
 import threading
-import time
 from typing import Any
 
 import engine_client
@@ -45,7 +48,7 @@ class TritonPythonModel:
         self._is_streaming = config.get("model_transaction_policy", {}).get("decoupled", False)
         self._output_types = {output["name"]: _NUMPY[output["data_type"]] for output in config["output"]}
         self._sibling = parameters["sibling"]
-        self._live: dict[int, Any] = {}
+        self._live: dict[int, _Sender] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
         path = engine_client.socket_path(parameters["engine_dir"], os.getppid())
@@ -56,25 +59,29 @@ class TritonPythonModel:
             command += ["--max-sequences", parameters["max_sequences"]]
         self._metrics = _Metrics(self._name) if self._is_streaming else None
         self._client = engine_client.EngineClient(path, command, self._metrics.update if self._metrics else None)
-        threading.Thread(target=self._watch_cancellations, name="cancellations", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch_cancellations, name="cancellations", daemon=True)
+        self._watcher.start()
 
     def execute(self, requests: list[Any]) -> None:
         """Pass requests on; the answers come from the engine's events."""
         for request in requests:
-            sender = request.get_response_sender()
+            sender = _Sender(request.get_response_sender())
             try:
                 self._submit(request, sender)
             except engine_client.EngineProcessError as error:
-                _refuse(sender, "unavailable", str(error))
+                sender.refuse("unavailable", str(error))
             except ValueError as error:
-                _refuse(sender, "invalid", str(error))
+                sender.refuse("invalid", str(error))
 
     def finalize(self) -> None:
-        """End the engine process with the model."""
+        """End the engine process with the model. Requests still open get an error first."""
         self._closing.set()
+        self._watcher.join()
         self._client.close()
+        if self._metrics is not None:
+            self._metrics.clear()
 
-    def _submit(self, request: Any, sender: Any) -> None:
+    def _submit(self, request: Any, sender: _Sender) -> None:
         inputs = {tensor.name(): _values(tensor) for tensor in request.inputs()}
         self._check_parameters(request)
         if inputs.get("streaming", [False])[0] and not self._is_streaming:
@@ -99,13 +106,12 @@ class TritonPythonModel:
         if unknown:
             raise ValueError(f"unknown field {sorted(unknown)}. The config of {self._name} lists its inputs.")
 
-    def _respond(self, sender: Any, event: dict[str, Any]) -> None:
+    def _respond(self, sender: _Sender, event: dict[str, Any]) -> None:
         if event["type"] == "error":
-            _refuse(sender, event["code"], event["message"])
+            sender.refuse(event["code"], event["message"])
             return
         tensors = [self._tensor(name, values) for name, values in event["outputs"].items()]
-        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if event["final"] else 0
-        _send(sender, pb_utils.InferenceResponse(output_tensors=tensors), flags)
+        sender.send(pb_utils.InferenceResponse(output_tensors=tensors), is_final=event["final"])
 
     def _tensor(self, name: str, values: list[Any]) -> Any:
         kind = self._output_types[name]
@@ -121,7 +127,42 @@ class TritonPythonModel:
                 if sender.is_cancelled():
                     self._client.abort(key)
             # Asking costs Triton a message a request: ask less often the more there are.
-            time.sleep(max(_CANCEL_INTERVAL_SECONDS, 0.001 * len(live)))
+            self._closing.wait(max(_CANCEL_INTERVAL_SECONDS, 0.001 * len(live)))
+
+
+class _Sender:
+    """The way back to one client. Its methods exclude each other: see the module's text."""
+
+    def __init__(self, sender: Any) -> None:
+        self._sender = sender
+        self._lock = threading.Lock()
+        self._is_done = False
+
+    def send(self, response: Any, *, is_final: bool) -> None:
+        """Send one response; nothing after the final one."""
+        with self._lock:
+            if self._is_done:
+                return
+            self._is_done = is_final
+            try:
+                self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_final else 0)
+            except Exception as error:  # Triton has dropped the request; the engine's side ends by the cancellation
+                pb_utils.Logger.log_warn(f"a response could not be sent: {error}")
+
+    def refuse(self, code: str, message: str) -> None:
+        """Send an error as the final response."""
+        kinds = {
+            "invalid": pb_utils.TritonError.INVALID_ARG,
+            "unavailable": pb_utils.TritonError.UNAVAILABLE,
+            "cancelled": pb_utils.TritonError.CANCELLED,
+        }
+        error = pb_utils.TritonError(message, kinds.get(code, pb_utils.TritonError.INTERNAL))
+        self.send(pb_utils.InferenceResponse(output_tensors=[], error=error), is_final=True)
+
+    def is_cancelled(self) -> bool:
+        """True when the client has gone; False after the final response."""
+        with self._lock:
+            return not self._is_done and bool(self._sender.is_cancelled())
 
 
 class _Metrics:
@@ -141,6 +182,11 @@ class _Metrics:
             self._metric(name, pb_utils.MetricFamily.COUNTER).increment(value - self._last.get(name, 0.0))
             self._last[name] = value
 
+    def clear(self) -> None:
+        """Give the metrics back while Triton still listens: a stub that exits with any of them crashes."""
+        self._metrics.clear()
+        self._families.clear()
+
     def _metric(self, name: str, kind: Any) -> Any:
         if name not in self._metrics:
             family = pb_utils.MetricFamily(name=f"glm_mtp_{name}", description=name.replace("_", " "), kind=kind)
@@ -158,21 +204,3 @@ def _values(tensor: Any) -> list[Any]:
         return [item.decode("utf-8") if isinstance(item, bytes) else str(item) for item in array.reshape(-1)]
     except UnicodeDecodeError as error:
         raise ValueError(f"{tensor.name()} is not valid UTF-8 (byte {error.start}). Encode it as UTF-8.") from error
-
-
-def _refuse(sender: Any, code: str, message: str) -> None:
-    kinds = {
-        "invalid": pb_utils.TritonError.INVALID_ARG,
-        "unavailable": pb_utils.TritonError.UNAVAILABLE,
-        "cancelled": pb_utils.TritonError.CANCELLED,
-    }
-    error = pb_utils.TritonError(message, kinds.get(code, pb_utils.TritonError.INTERNAL))
-    response = pb_utils.InferenceResponse(output_tensors=[], error=error)
-    _send(sender, response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-
-
-def _send(sender: Any, response: Any, flags: int) -> None:
-    try:
-        sender.send(response, flags=flags)
-    except Exception as error:  # Triton has dropped the request; the engine's side ends by the cancellation
-        pb_utils.Logger.log_warn(f"a response could not be sent: {error}")
