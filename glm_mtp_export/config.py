@@ -7,13 +7,13 @@ naming it; oddities that do not change the result are collected in `notices`.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from glm_mtp_export.errors import ConfigError
+from glm_mtp_export.json_fields import Fields, is_int, read_json_object
 
 __all__ = [
     "DENSE",
@@ -25,7 +25,6 @@ __all__ = [
     "SpeculationConfig",
     "load_config",
     "parse_config",
-    "read_json_object",
 ]
 
 FULL, SHARED = "full", "shared"
@@ -137,57 +136,8 @@ _IGNORED_KEYS = {
     "pretraining_tp", "problem_type", "qk_head_dim", "return_dict", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 _LAYER_TYPES = ("deepseek_sparse_attention", "indexed_attention")
-_MISSING = object()
 # Far above any released model; they keep a damaged config from asking for gigabytes of names.
 _MOST_LAYERS, _MOST_MTP_MODULES, _MOST_EXPERTS = 1024, 16, 4096
-
-
-class _Fields:
-    """Typed access to a JSON object; remembers which keys were asked for, so that the rest can be reported."""
-
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        self.raw, self.where = raw, where
-        self.seen: set[str] = set()
-        self.notices: list[str] = []
-
-    def error(self, name: str, found: Any, expected: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {name} is {found!r}, expected {expected}. Mend this field.")
-
-    def get(self, name: str, check: Callable[[Any], bool], expected: str, default: Any = _MISSING) -> Any:
-        self.seen.add(name)
-        value = self.raw.get(name)
-        if value is None:
-            if default is _MISSING:
-                raise ConfigError(f"{self.where}: {name} is missing, expected {expected}. Add this field.")
-            return default
-        if not check(value):
-            raise self.error(name, value, expected)
-        return value
-
-    def count(self, name: str, default: Any = _MISSING, least: int = 1, most: int = 2**31 - 1) -> int:
-        expected = f"an integer of {least} to {most}"
-        value: int = self.get(name, lambda v: _is_int(v) and least <= v <= most, expected, default)
-        return value
-
-    def number(self, name: str, default: Any = _MISSING) -> float:
-        return float(self.get(name, lambda v: _is_number(v) and v > 0, "a number above 0", default))
-
-    def flag(self, name: str, default: bool) -> bool:
-        return bool(self.get(name, lambda v: isinstance(v, bool), "true or false", default))
-
-    def require(self, name: str, supported: tuple[Any, ...]) -> None:
-        """A field that may be absent, but whose other values change the mathematics."""
-        self.get(
-            name, lambda v: v in supported, f"{' or '.join(map(repr, supported))} (nothing else is supported)", None
-        )
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
 
 
 def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
@@ -196,7 +146,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     `where` names the source in messages. Raises ConfigError naming the first field that cannot be used. Unknown keys,
     ignored oddities and contradictions that have a defined winner end up in `notices`, one line each.
     """
-    fields = _Fields(raw, where)
+    fields = Fields(raw, where)
     _check_family(fields)
     layers = fields.count("num_hidden_layers", most=_MOST_LAYERS)
     experts = _expert_count(fields)
@@ -234,7 +184,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         max_position_embeddings=fields.count("max_position_embeddings"),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         eos_token_ids=_token_ids(fields, "eos_token_id"),
-        pad_token_id=fields.get("pad_token_id", lambda v: _is_int(v) and v >= 0, "a token id", None),
+        pad_token_id=fields.get("pad_token_id", lambda v: is_int(v) and v >= 0, "a token id", None),
         dtype=_dtype(fields),
         quantization=fields.get("quantization_config", lambda v: isinstance(v, Mapping), "an object", None),
     )
@@ -250,30 +200,13 @@ def load_config(directory: Path) -> ModelConfig:
     raw = dict(read_json_object(path, ConfigError))
     generation = path.with_name("generation_config.json")
     if generation.is_file():
-        extra = _token_ids(_Fields(read_json_object(generation, ConfigError), str(generation)), "eos_token_id")
-        own = _token_ids(_Fields(raw, str(path)), "eos_token_id")
+        extra = _token_ids(Fields(read_json_object(generation, ConfigError), str(generation)), "eos_token_id")
+        own = _token_ids(Fields(raw, str(path)), "eos_token_id")
         raw["eos_token_id"] = list(dict.fromkeys(own + extra))
     return parse_config(raw, str(path))
 
 
-def read_json_object(path: Path, error: type[Exception]) -> Mapping[str, Any]:
-    """Parse a file that must hold one JSON object; anything else raises `error` naming it."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise error(
-            f"{path}: no such file. Give the folder that holds config.json and the .safetensors files."
-        ) from None
-    except (OSError, UnicodeDecodeError) as cause:
-        raise error(f"{path}: cannot be read ({cause}). Fetch this file again.") from cause
-    except (ValueError, RecursionError) as cause:
-        raise error(f"{path}: not valid JSON ({cause}). Fetch this file again.") from cause
-    if not isinstance(raw, dict):
-        raise error(f"{path}: holds {type(raw).__name__}, expected an object. Fetch this file again.")
-    return raw
-
-
-def _check_family(fields: _Fields) -> None:
+def _check_family(fields: Fields) -> None:
     """Only `glm_moe_dsa` without biases, with silu, sigmoid scores and the correction bias is what the graph
     computes."""
     kind = fields.get("model_type", lambda v: isinstance(v, str), "'glm_moe_dsa'", None)
@@ -291,7 +224,7 @@ def _check_family(fields: _Fields) -> None:
             raise fields.error(f"layer_types[{layer}]", name, " or ".join(map(repr, _LAYER_TYPES)))
 
 
-def _expert_count(fields: _Fields) -> int:
+def _expert_count(fields: Fields) -> int:
     """`num_experts` and `num_local_experts` are aliases; shared experts are never part of the count."""
     names = [n for n in ("n_routed_experts", "num_experts", "num_local_experts") if fields.raw.get(n) is not None]
     counts = [fields.count(n, most=_MOST_EXPERTS) for n in names or ["n_routed_experts"]]
@@ -301,13 +234,13 @@ def _expert_count(fields: _Fields) -> int:
     return counts[0]
 
 
-def _rope_theta(fields: _Fields) -> float:
+def _rope_theta(fields: Fields) -> float:
     """Old spelling (`rope_theta` + `rope_scaling`) or new (`rope_parameters`); never a default, since 10000 degrades
     unseen."""
     found: dict[str, float] = {}
     for name in ("rope_parameters", "rope_scaling"):
         nested = fields.get(name, lambda v: isinstance(v, Mapping), "an object", {})
-        inner = _Fields(nested, f"{fields.where}: {name}")
+        inner = Fields(nested, f"{fields.where}: {name}")
         kind = nested.get("rope_type", nested.get("type", "default"))
         if kind != "default":
             raise fields.error(f"{name}.rope_type", kind, "'default' (scaled rotary embeddings are not supported)")
@@ -328,7 +261,7 @@ def _rope_theta(fields: _Fields) -> float:
     return theta
 
 
-def _layer_list(fields: _Fields, name: str, layers: int, words: tuple[str, str]) -> tuple[str, ...] | None:
+def _layer_list(fields: Fields, name: str, layers: int, words: tuple[str, str]) -> tuple[str, ...] | None:
     """A per-layer list of two words; longer than the trunk is the rest of a truncated model, shorter refuses."""
     found = fields.get(name, lambda v: isinstance(v, list), f"a list of {layers} words", None)
     if found is None:
@@ -343,7 +276,7 @@ def _layer_list(fields: _Fields, name: str, layers: int, words: tuple[str, str])
     return tuple(found[:layers])
 
 
-def _mlp_layer_types(fields: _Fields, layers: int) -> tuple[str, ...]:
+def _mlp_layer_types(fields: Fields, layers: int) -> tuple[str, ...]:
     """The list wins; without it the first `first_k_dense_replace` layers are dense, and of the rest every freq-th is
     sparse."""
     first = fields.count("first_k_dense_replace", 3, least=0)
@@ -358,7 +291,7 @@ def _mlp_layer_types(fields: _Fields, layers: int) -> tuple[str, ...]:
     return listed or derived
 
 
-def _indexer_types(fields: _Fields, layers: int) -> tuple[str, ...]:
+def _indexer_types(fields: Fields, layers: int) -> tuple[str, ...]:
     """`indexer_types`, then `index_topk_pattern`, then frequency and offset; a disagreement is one notice."""
     freq = fields.count("index_topk_freq", 1)
     offset = fields.count("index_skip_topk_offset", 2, least=0)
@@ -384,7 +317,7 @@ def _indexer_types(fields: _Fields, layers: int) -> tuple[str, ...]:
     return chosen
 
 
-def _pattern(fields: _Fields, layers: int) -> tuple[str, ...] | None:
+def _pattern(fields: Fields, layers: int) -> tuple[str, ...] | None:
     """`index_topk_pattern`: a string of F and S, or a list of the words."""
     expected = f"{layers} letters F or S, one a layer"
     found = fields.get("index_topk_pattern", lambda v: isinstance(v, (str, list)), expected, None)
@@ -396,18 +329,18 @@ def _pattern(fields: _Fields, layers: int) -> tuple[str, ...] | None:
     return tuple(words[letter] for letter in found)
 
 
-def _token_ids(fields: _Fields, name: str) -> tuple[int, ...]:
+def _token_ids(fields: Fields, name: str) -> tuple[int, ...]:
     """One id or a list of ids; absent is empty."""
 
     def is_ids(value: Any) -> bool:
         ids = value if isinstance(value, list) else [value]
-        return all(_is_int(i) and i >= 0 for i in ids)
+        return all(is_int(i) and i >= 0 for i in ids)
 
     found = fields.get(name, is_ids, "a token id or a list of them", [])
     return tuple(dict.fromkeys(found if isinstance(found, list) else [found]))
 
 
-def _dtype(fields: _Fields) -> str | None:
+def _dtype(fields: Fields) -> str | None:
     """`dtype` (new) or `torch_dtype` (old); the weights decide, this is only compared with them."""
     names = [
         fields.get(n, lambda v: isinstance(v, str), "a name like 'bfloat16'", None) for n in ("dtype", "torch_dtype")
@@ -418,7 +351,7 @@ def _dtype(fields: _Fields) -> str | None:
     return found[0] if found else None
 
 
-def _check_sizes(fields: _Fields, values: Mapping[str, Any]) -> None:
+def _check_sizes(fields: Fields, values: Mapping[str, Any]) -> None:
     """Relations between fields that every kernel relies on."""
     checks = [
         ("qk_rope_head_dim", values["qk_rope_head_dim"] % 2 == 0, "an even number (rotation works on pairs)"),
@@ -453,7 +386,7 @@ def _check_sizes(fields: _Fields, values: Mapping[str, Any]) -> None:
         )
 
 
-def _report_unknown(fields: _Fields) -> None:
+def _report_unknown(fields: Fields) -> None:
     """Keys that nothing reads are kept out of the model, but said once."""
     unknown = sorted(fields.raw.keys() - fields.seen - _IGNORED_KEYS)
     if unknown:

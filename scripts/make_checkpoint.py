@@ -18,8 +18,8 @@ from typing import Any
 
 from glm_mtp_export.checkpoint.layouts import FORMATS, RELEASES, Release
 from glm_mtp_export.checkpoint.synthetic import FILLINGS, write_stand_in
-from glm_mtp_export.config import read_json_object
 from glm_mtp_export.errors import GlmMtpError, OptionError
+from glm_mtp_export.json_fields import read_json_object
 
 _FULL_SIZE = ("glm-5.2-bf16", "glm-5.2-fp8", "glm-5.2-nvfp4")
 

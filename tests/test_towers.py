@@ -12,6 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "glm_mtp_export"
 BASE = (
     "errors",
+    "json_fields",
     "config",
     "artifact",
     "engine_manifest",

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from glm_mtp_export.config import read_json_object
 from glm_mtp_export.errors import CheckpointError
+from glm_mtp_export.json_fields import read_json_object
 
 __all__ = ["INDEX_NAME", "ITEM_BITS", "TensorInfo", "TensorStore", "layer_number", "read_header"]
 

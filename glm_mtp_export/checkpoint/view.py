@@ -32,8 +32,9 @@ from glm_mtp_export.checkpoint.names import (
     trunk_modules,
 )
 from glm_mtp_export.checkpoint.recipe import QuantisationRecipe, parse_recipe
-from glm_mtp_export.config import SHARED, SPARSE, ModelConfig, load_config, read_json_object
+from glm_mtp_export.config import SHARED, SPARSE, ModelConfig, load_config
 from glm_mtp_export.errors import CheckpointError, ConfigError
+from glm_mtp_export.json_fields import read_json_object
 
 __all__ = ["CheckpointView"]
 
