@@ -290,6 +290,8 @@ def generate(
 
     if not prompts and not messages:
         raise OptionError("give at least one --prompt or --message.")
+    if _followed(artifact, backend):
+        return
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop
     )
@@ -302,6 +304,20 @@ def generate(
             for result in results:
                 click.echo(result.completions[0].text)
             click.echo(summary(runtime.statistics), err=True)
+
+
+def _followed(artifact: Path, backend: str) -> bool:
+    """Work for rank 0 when a launcher made this process another rank; False when it did not."""
+    from glm_mtp_export.runtime.rank_place import place_from_environment
+
+    if place_from_environment() is None:
+        return False
+    import logging
+
+    from glm_mtp_export.runtime.sessions.rank import follow_artifact
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    return follow_artifact(artifact, backend)
 
 
 def _completion_json(result: Any) -> dict[str, Any]:
@@ -391,7 +407,9 @@ def plan(checkpoint: Path, as_json: bool, picture: Path | None, **sizes: Any) ->
 @click.option("--backend", default="onnxruntime", show_default=True)
 @click.option("--model-name", default=None, help="Name in /v1/models; default: the folder's name.")
 def serve(artifact: Path, host: str, port: int, backend: str, model_name: str | None) -> None:
-    """Serve an OpenAI-compatible endpoint."""
+    """Serve an OpenAI-compatible endpoint. Under torchrun or mpirun, rank 0 serves and the other ranks work for it."""
+    if _followed(artifact, backend):
+        return
     from glm_mtp_export.serving.openai_server import run
 
     run(artifact, host=host, port=port, backend=backend, model_name=model_name)

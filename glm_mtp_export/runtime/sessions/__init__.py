@@ -28,6 +28,10 @@ def open_session(directory: Path, manifest: Manifest, profile: EngineProfile) ->
     """Load the step graph or engine of `profile.backend`."""
     if profile.backend not in _SESSIONS:
         raise OptionError(f"backend is {profile.backend!r}, expected one of {', '.join(BACKENDS)}.")
+    if manifest.parallel.tensor_parallel_size > 1:
+        from glm_mtp_export.runtime.sessions.rank import open_leader
+
+        return open_leader(directory, manifest, profile)
     module_name, class_name = _SESSIONS[profile.backend]
     try:
         module = importlib.import_module(f"{__name__}.{module_name}")

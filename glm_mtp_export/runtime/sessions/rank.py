@@ -1,0 +1,175 @@
+"""One rank of a tensor-parallel engine on its card: the group of cards, the rank's slices of the weights, the engine.
+
+In: an artifact exported for N ranks, with its engine, and this process's `RankPlace`. Out: on rank 0 a `StepSession` over all
+ranks (`open_leader`), on the others a loop that ends with the job (`follow_artifact`). Every rank reads only its slices from the
+checkpoint. What may go wrong: a job of another size than the artifact's raises `EngineError` with the command to start it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import numpy as np
+
+from glm_mtp_export import __version__
+from glm_mtp_export.artifact import MANIFEST_NAME, Manifest, WeightEntry
+from glm_mtp_export.checkpoint.sharding import rank_plan
+from glm_mtp_export.checkpoint.view import CheckpointView
+from glm_mtp_export.checkpoint.weights import write_entry
+from glm_mtp_export.engine_manifest import EngineManifest, EngineProfile, engine_directory
+from glm_mtp_export.errors import EngineError
+from glm_mtp_export.plugin_library import LIBRARY_NAME
+from glm_mtp_export.runtime.collectives import Collectives
+from glm_mtp_export.runtime.cuda import DeviceBuffer, use_device
+from glm_mtp_export.runtime.logs import log_event
+from glm_mtp_export.runtime.rank_job import JobIdentity, LeaderSession, RankGroup, follow, lead
+from glm_mtp_export.runtime.rank_place import RankPlace, choose_card, place_from_environment
+from glm_mtp_export.runtime.session import Int32, StepInputs, StepOutputs, StepSession
+
+__all__ = ["RankSession", "follow_artifact", "open_leader", "require_place"]
+
+_log = logging.getLogger(__name__)
+_PROGRESS_STEPS = 10  # lines a rank logs while it loads
+
+
+@dataclasses.dataclass(frozen=True)
+class _RankInputs(StepInputs):
+    rank: Int32 | None = None  # [1]
+
+
+class RankSession:
+    """A session whose graph also wants to know its rank; leaves the group of cards when it closes."""
+
+    def __init__(self, session: StepSession, place: RankPlace, close_group: Callable[[], None]) -> None:
+        self._session = session
+        self._rank = np.array([place.rank], dtype=np.int32)
+        self._close_group = close_group
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the graph is; weights are the rank's slices."""
+        return self._session.manifest
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of each of the pools."""
+        return self._session.num_pages
+
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        """One call; every rank must make it."""
+        values = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
+        return self._session.run(_RankInputs(**values, rank=self._rank))
+
+    def close(self) -> None:
+        """Engine and captured graphs first: the group cannot be left while a graph holds it."""
+        self._session.close()
+        self._close_group()
+
+
+class _CardLoader:
+    """Loads a rank's TensorRT session."""
+
+    def __init__(self, directory: Path, manifest: Manifest, profile: EngineProfile, place: RankPlace) -> None:
+        self._directory, self._manifest, self._profile, self._place = directory, manifest, profile, place
+        choose_card(place)
+        folder = engine_directory(directory, profile.backend)
+        EngineManifest.load(folder)  # a missing engine is named before its library is
+        self._group = Collectives(folder / LIBRARY_NAME)
+
+    def name_group(self) -> bytes:
+        return self._group.unique_id()
+
+    def load(self, group_name: bytes, on_group: Callable[[RankGroup], None]) -> StepSession:
+        from glm_mtp_export.runtime.sessions.tensorrt import TensorRtSession
+
+        place = self._place
+        use_device()
+        self._group.init(group_name, place.rank, place.num_ranks)
+        on_group(self._group)
+        log_event(_log, logging.INFO, "group_joined", rank=place.rank, direct_bytes=self._group.direct_bytes)
+        sliced = dataclasses.replace(self._manifest, weights=rank_plan(self._manifest.weights, self._manifest.parallel))
+        fill = _RankFiller(self._manifest, place)
+        try:
+            session = TensorRtSession.load(self._directory, sliced, self._profile, fill)
+        except BaseException:
+            self._group.abort()
+            raise
+        return RankSession(session, place, self._group.close)
+
+
+class _RankFiller:
+    """Writes a rank's slice of each weight to the card, and says how far it is."""
+
+    def __init__(self, manifest: Manifest, place: RankPlace) -> None:
+        self._view = CheckpointView.open(manifest.checkpoint)
+        self._whole = {entry.name: entry for entry in manifest.weights}
+        self._parallel, self._rank = manifest.parallel, place.rank
+        self._num_bytes = sum(entry.num_bytes for entry in rank_plan(manifest.weights, manifest.parallel))
+        self._done = 0
+
+    def __call__(self, entry: WeightEntry, buffer: DeviceBuffer) -> None:
+        file = cast(BinaryIO, _DeviceWriter(buffer))
+        write_entry(self._view, self._whole[entry.name], file, parallel=self._parallel, rank=self._rank)
+        before, self._done = self._done, self._done + entry.num_bytes
+        if before * _PROGRESS_STEPS // self._num_bytes != self._done * _PROGRESS_STEPS // self._num_bytes:
+            fields = {"rank": self._rank, "gib": self._done / 2**30, "of_gib": self._num_bytes / 2**30}
+            log_event(_log, logging.INFO, "weights_loaded", **fields)
+
+
+class _DeviceWriter:
+    """A file whose bytes lie on the card."""
+
+    def __init__(self, buffer: DeviceBuffer) -> None:
+        self._buffer, self._offset = buffer, 0
+
+    def write(self, data: memoryview) -> int:
+        """Copy behind what was written before."""
+        piece = np.frombuffer(data, dtype=np.uint8)
+        self._buffer.write(piece, self._offset)
+        self._offset += piece.nbytes
+        return piece.nbytes
+
+
+def require_place(directory: Path, manifest: Manifest) -> RankPlace | None:
+    """This process's place in the job that the artifact needs; None for an artifact of one card. Raises EngineError."""
+    place = place_from_environment()
+    size, found = manifest.parallel.tensor_parallel_size, place.num_ranks if place else 1
+    if size != found:
+        launcher = "" if size == 1 else f"torchrun --nproc-per-node {size} -m "
+        raise EngineError(
+            f"{directory}: the artifact is for {size} rank{'s' * (size > 1)}, this job has {found}. "
+            f"Start it with: {launcher}glm_mtp_export ..."
+        )
+    return place
+
+
+def open_leader(directory: Path, manifest: Manifest, profile: EngineProfile) -> LeaderSession:
+    """Rank 0's session over all ranks."""
+    place = require_place(directory, manifest)
+    if place is None or place.rank != 0:
+        raise EngineError(f"{directory}: only rank 0 of the job takes requests.")
+    identity = _identity(directory, profile.backend)
+    return lead(place, identity, _CardLoader(directory, manifest, profile, place))
+
+
+def follow_artifact(directory: Path, backend: str) -> bool:
+    """Be one of the ranks above 0 until the job ends; False at once when this process is none."""
+    place = place_from_environment()
+    if place is None or place.rank == 0:
+        return False
+    manifest = Manifest.load(directory)
+    require_place(directory, manifest)
+    profile = EngineManifest.load(engine_directory(directory, backend)).profile
+    num_calls = follow(place, _identity(directory, backend), _CardLoader(directory, manifest, profile, place))
+    log_event(_log, logging.INFO, "rank_ended", rank=place.rank, calls=num_calls)
+    return True
+
+
+def _identity(directory: Path, backend: str) -> JobIdentity:
+    digest = hashlib.sha256((directory / MANIFEST_NAME).read_bytes()).hexdigest()
+    return JobIdentity(__version__, digest, backend)

@@ -1,0 +1,131 @@
+"""One rank of a job in a process of its own, over the toy model: what test_rank_job.py starts.
+
+Arguments: a mode (ok, die, raise, hang, stop, other-release, refuse-to-load), the rank that misbehaves, the call at which it
+does. Rank 0 prints the ids it generated as JSON; every rank prints its error, and exits as the command line would.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_model import FakeSession, byte_tokenizer, fake_manifest
+
+from glm_mtp_export.errors import EngineError, GlmMtpError
+from glm_mtp_export.runtime.engine import Engine
+from glm_mtp_export.runtime.rank_job import JobIdentity, follow, lead
+from glm_mtp_export.runtime.rank_link import RankTimeouts
+from glm_mtp_export.runtime.rank_place import place_from_environment
+from glm_mtp_export.runtime.request import Request
+from glm_mtp_export.runtime.sampling import SamplingParams
+
+TIMEOUTS = RankTimeouts(join=20, silence=2, step=float(os.environ.get("STEP_SECONDS", "3")), grace=1)
+
+
+class Group:
+    """The cards' group: a call of a rank waits for all, so one that is lost leaves the others waiting until aborted."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+
+    def check(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        if os.environ.get("ABORT_IS_DEAF") != "1":
+            self.aborted.set()
+
+
+class Session(FakeSession):
+    """The toy model; misbehaves at one call, and on the other ranks that call then never ends by itself."""
+
+    group: Group
+    rank = 0
+    num_run = 0
+
+    def run(self, inputs):  # type: ignore[no-untyped-def]
+        mode, culprit, at = MODE, CULPRIT, AT
+        self.num_run += 1
+        if self.num_run == at and mode in ("die", "raise", "hang", "stop"):
+            if self.rank == culprit:
+                if mode == "die":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if mode == "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                if mode == "raise":
+                    raise EngineError("the card fell off the bus")
+            self.group.aborted.wait(60)
+            raise EngineError("a collective was aborted")
+        return super().run(inputs)
+
+
+class Loader:
+    """Makes the session; the group's name must be the one that rank 0 gave."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def name_group(self) -> bytes:
+        return b"the group"
+
+    def load(self, group_name, on_group):  # type: ignore[no-untyped-def]
+        assert group_name == b"the group"
+        if MODE == "refuse-to-load" and self.rank == CULPRIT:
+            raise EngineError("no room for the weights")
+        time.sleep(0.2 * self.rank)
+        group = Group()
+        on_group(group)
+        session = Session(fake_manifest(3), num_pages=64)
+        session.group, session.rank = group, self.rank
+        return session
+
+
+def generated(session) -> list[list[int]]:  # type: ignore[no-untyped-def]
+    engine = Engine(session, byte_tokenizer())
+    for index, text in enumerate((b"one prompt", b"another, longer prompt" * 5)):
+        engine.add_request(
+            Request(f"r{index}", tuple(text), SamplingParams(max_tokens=24, temperature=0.7, seed=index))
+        )
+    out: dict[str, list[int]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.completion is not None:
+                out[delta.request_id] = list(delta.completion.token_ids)
+    return [out[name] for name in sorted(out)]
+
+
+def main() -> int:
+    place = place_from_environment()
+    if place is None:
+        session = Session(fake_manifest(3), num_pages=64)
+        print(json.dumps(generated(session)))
+        return 0
+    release = "2" if MODE == "other-release" and place.rank == CULPRIT else "1"
+    identity = JobIdentity(release, "digest", "toy")
+    try:
+        if place.rank:
+            num_calls = follow(place, identity, Loader(place.rank), TIMEOUTS)
+            print(json.dumps({"calls": num_calls}))
+            return 0
+        leader = lead(place, identity, Loader(0), TIMEOUTS)
+        ids = generated(leader)
+        leader.close()
+        print(json.dumps(ids))
+    except GlmMtpError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    MODE, CULPRIT, AT = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    logging.basicConfig(level=logging.INFO, format=f"rank {os.environ.get('RANK', '-')}: %(levelname)s %(message)s")
+    sys.exit(main())
