@@ -25,7 +25,7 @@ from glm_mtp_export.serving.openai_schema import (
 )
 from glm_mtp_export.serving.served_model import ServedModel
 
-__all__ = ["PreparedPrompt", "PreparedRequest", "prepare_chat", "prepare_completion"]
+__all__ = ["PreparedPrompt", "PreparedRequest", "UnknownModelError", "prepare_chat", "prepare_completion"]
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
 _RESERVED_VARIABLES = frozenset(

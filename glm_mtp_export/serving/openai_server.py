@@ -31,15 +31,23 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from glm_mtp_export import __version__
-from glm_mtp_export.errors import GlmMtpError, OptionError, RequestError
+from glm_mtp_export.errors import GlmMtpError, OptionError
 from glm_mtp_export.runtime.request import Delta
 from glm_mtp_export.runtime.runtime import Runtime
-from glm_mtp_export.serving.front import Event, Front, QueueFullError, UnavailableError
-from glm_mtp_export.serving.http_limits import BodyLimits, error_body
+from glm_mtp_export.serving.front import Event, Front
+from glm_mtp_export.serving.http_limits import BodyLimits
 from glm_mtp_export.serving.http_metrics import ResponseCounter
+from glm_mtp_export.serving.openai_errors import (
+    TimeLimitError,
+    message_of,
+    on_error,
+    on_http_exception,
+    on_invalid_body,
+    refusal,
+    status_of,
+)
 from glm_mtp_export.serving.openai_requests import (
     PreparedRequest,
-    UnknownModelError,
     prepare_chat,
     prepare_completion,
 )
@@ -77,21 +85,6 @@ class ServerLimits:
         ):
             if getattr(self, name) <= 0:
                 raise OptionError(f"{name} is {getattr(self, name)}, expected above 0.")
-
-
-class TimeLimitError(GlmMtpError):
-    """A request ran longer than the server allows."""
-
-
-_STATUS: tuple[tuple[type[Exception], int, str], ...] = (
-    (QueueFullError, 429, "rate_limit_error"),
-    (UnknownModelError, 404, "not_found_error"),
-    (RequestError, 400, "invalid_request_error"),
-    (TimeLimitError, 504, "timeout_error"),
-    (UnavailableError, 503, "service_unavailable_error"),
-    (SequenceFailedError, 500, "server_error"),
-    (GlmMtpError, 500, "server_error"),
-)
 
 
 class _Server:
@@ -175,10 +168,10 @@ class _Server:
             if prepared.includes_usage:
                 yield answer.usage_chunk()
         except Exception as error:  # the status is sent: the error travels as an event, as OpenAI's clients expect
-            status, kind = _status(error)
+            status, kind = status_of(error)
             if status == 500:
                 _log.exception("request %s failed in its stream", prepared.id)
-            yield {"error": {"message": _message(error), "type": kind, "param": None, "code": status}}
+            yield {"error": {"message": message_of(error), "type": kind, "param": None, "code": status}}
         finally:
             await events.aclose()
 
@@ -227,54 +220,6 @@ async def _left(http: HttpRequest) -> None:
         pass
 
 
-def _status(error: Exception) -> tuple[int, str]:
-    for kind, status, name in _STATUS:
-        if isinstance(error, kind):
-            return status, name
-    return 500, "server_error"
-
-
-def _message(error: Exception) -> str:
-    known = isinstance(error, GlmMtpError | SequenceFailedError)
-    return str(error) if known else "The server met an unexpected error; its log has the details."
-
-
-def _refusal(status: int, kind: str, message: str, *, param: str | None = None, code: str | None = None) -> Response:
-    headers = {"retry-after": "1"} if status in (429, 503) else None
-    body = error_body(message, kind, param=param, code=code)
-    return Response(body, status_code=status, media_type="application/json", headers=headers)
-
-
-def _on_error(request: HttpRequest, error: Exception) -> Response:
-    status, kind = _status(error)
-    if status == 500:
-        _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return _refusal(status, kind, _message(error), code="model_not_found" if status == 404 else None)
-
-
-def _on_invalid_body(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    found = [_problem(problem) for problem in error.errors()[:5]]
-    message = "; ".join(f"{where or 'body'}: {text}" for where, text in found)
-    return _refusal(400, "invalid_request_error", message, param=found[0][0])
-
-
-def _problem(problem: dict[str, Any]) -> tuple[str | None, str]:
-    """Field and message of one of pydantic's findings."""
-    if problem["type"] == "json_invalid":
-        return None, f"not JSON at character {problem['loc'][-1]} ({problem.get('ctx', {}).get('error', 'invalid')})"
-    where = ".".join(str(step) for step in problem["loc"] if step != "body")[:200]
-    return where or None, str(problem["msg"])
-
-
-def _on_http_exception(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    response = _refusal(error.status_code, "invalid_request_error", str(error.detail))
-    for name, value in (error.headers or {}).items():
-        response.headers[name] = value
-    return response
-
-
 def create_app(runtime: Runtime, model: ServedModel, limits: ServerLimits | None = None) -> fastapi.FastAPI:
     """The ASGI application. It owns `runtime` from here on and closes it when the application shuts down."""
     limits = limits or ServerLimits()
@@ -291,11 +236,11 @@ def create_app(runtime: Runtime, model: ServedModel, limits: ServerLimits | None
     registry = runtime.metrics_registry()
     app.add_middleware(BodyLimits, max_bytes=limits.max_body_bytes, read_seconds=limits.read_seconds)
     app.add_middleware(ResponseCounter, registry=registry)
-    app.add_exception_handler(RequestValidationError, _on_invalid_body)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(GlmMtpError, _on_error)
-    app.add_exception_handler(SequenceFailedError, _on_error)
-    app.add_exception_handler(Exception, _on_error)
+    app.add_exception_handler(RequestValidationError, on_invalid_body)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(GlmMtpError, on_error)
+    app.add_exception_handler(SequenceFailedError, on_error)
+    app.add_exception_handler(Exception, on_error)
     _add_generation(app, server)
     _add_information(app, server, runtime, registry)
     _describe(app)
@@ -337,7 +282,7 @@ def _add_information(app: fastapi.FastAPI, server: _Server, runtime: Runtime, re
     async def one_model(model_id: str) -> Response:
         """The served model by its id."""
         if model_id != server.model.name:
-            return _refusal(404, "not_found_error", f"model {model_id!r} is not served here.", code="model_not_found")
+            return refusal(404, "not_found_error", f"model {model_id!r} is not served here.", code="model_not_found")
         return JSONResponse(entry())
 
     @app.get("/health", responses={503: {"description": "stopping or failed"}}, response_model=None)

@@ -1,0 +1,90 @@
+"""What a client is told when something goes wrong: statuses and OpenAI's error body, for every kind of failure."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from glm_mtp_export.errors import GlmMtpError, RequestError
+from glm_mtp_export.serving.front import QueueFullError, UnavailableError
+from glm_mtp_export.serving.http_limits import error_body
+from glm_mtp_export.serving.openai_requests import UnknownModelError
+from glm_mtp_export.serving.openai_responses import SequenceFailedError
+
+__all__ = ["TimeLimitError", "message_of", "on_error", "on_http_exception", "on_invalid_body", "refusal", "status_of"]
+
+_log = logging.getLogger(__name__)
+
+
+class TimeLimitError(GlmMtpError):
+    """A request ran longer than the server allows."""
+
+
+_STATUS: tuple[tuple[type[Exception], int, str], ...] = (
+    (QueueFullError, 429, "rate_limit_error"),
+    (UnknownModelError, 404, "not_found_error"),
+    (RequestError, 400, "invalid_request_error"),
+    (TimeLimitError, 504, "timeout_error"),
+    (UnavailableError, 503, "service_unavailable_error"),
+    (SequenceFailedError, 500, "server_error"),
+    (GlmMtpError, 500, "server_error"),
+)
+
+
+def status_of(error: Exception) -> tuple[int, str]:
+    """HTTP status and OpenAI error type."""
+    for kind, status, name in _STATUS:
+        if isinstance(error, kind):
+            return status, name
+    return 500, "server_error"
+
+
+def message_of(error: Exception) -> str:
+    """What may be shown: our own errors say what to do, others stay in the log."""
+    known = isinstance(error, GlmMtpError | SequenceFailedError)
+    return str(error) if known else "The server met an unexpected error; its log has the details."
+
+
+def refusal(status: int, kind: str, message: str, *, param: str | None = None, code: str | None = None) -> Response:
+    """A response with OpenAI's error body."""
+    headers = {"retry-after": "1"} if status in (429, 503) else None
+    body = error_body(message, kind, param=param, code=code)
+    return Response(body, status_code=status, media_type="application/json", headers=headers)
+
+
+def on_error(request: HttpRequest, error: Exception) -> Response:
+    """Handler of our own errors and of bugs."""
+    status, kind = status_of(error)
+    if status == 500:
+        _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return refusal(status, kind, message_of(error), code="model_not_found" if status == 404 else None)
+
+
+def on_invalid_body(request: HttpRequest, error: Exception) -> Response:
+    """Handler of bodies that are no JSON or break the schema."""
+    assert isinstance(error, RequestValidationError)
+    found = [_problem(problem) for problem in error.errors()[:5]]
+    message = "; ".join(f"{where or 'body'}: {text}" for where, text in found)
+    return refusal(400, "invalid_request_error", message, param=found[0][0])
+
+
+def _problem(problem: dict[str, Any]) -> tuple[str | None, str]:
+    """Field and message of one of pydantic's findings."""
+    if problem["type"] == "json_invalid":
+        return None, f"not JSON at character {problem['loc'][-1]} ({problem.get('ctx', {}).get('error', 'invalid')})"
+    where = ".".join(str(step) for step in problem["loc"] if step != "body")[:200]
+    return where or None, str(problem["msg"])
+
+
+def on_http_exception(request: HttpRequest, error: Exception) -> Response:
+    """Handler of unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    response = refusal(error.status_code, "invalid_request_error", str(error.detail))
+    for name, value in (error.headers or {}).items():
+        response.headers[name] = value
+    return response
