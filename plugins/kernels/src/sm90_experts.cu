@@ -26,13 +26,14 @@ struct ExpertShape {
 
 // Rows a tile takes: about the mean number of rows of an expert that has any, since smaller tiles read a popular
 // expert's weights again (from L2) and larger ones carry padding through shared memory.
-int tokens_per_tile(const ExpertShape& shape) {
+int tokens_per_tile(const ExpertShape& shape, WeightFormat format) {
   const int64_t mean_rows = ceil_div(shape.num_slots(), shape.num_experts);
   int tokens = 8;
   if (mean_rows > 5) tokens = 16;
   if (mean_rows > 11) tokens = 32;
   if (mean_rows > 24) tokens = 64;
-  if (mean_rows > 80) tokens = 128;
+  const bool fits = format != WeightFormat::kFp8 || glm::token_tiles_fit(true, shape.intermediate);
+  if (mean_rows > 80 && fits) tokens = 128;
   return tokens;
 }
 
@@ -42,12 +43,12 @@ struct ExpertWorkspace {
   int max_tiles, sorted_rows, scale_stride;
 };
 
-ExpertWorkspace plan_workspace(const ExpertShape& shape) {
+ExpertWorkspace plan_workspace(const ExpertShape& shape, int tokens_per_tile) {
   ExpertWorkspace plan = {};
   const size_t slots = shape.num_slots();
   const size_t rows = glm::max_sorted_rows(shape.num_slots(), shape.num_experts);
   plan.sorted_rows = static_cast<int>(rows);
-  plan.max_tiles = glm::max_token_tiles(shape.num_slots(), shape.num_experts, tokens_per_tile(shape));
+  plan.max_tiles = glm::max_token_tiles(shape.num_slots(), shape.num_experts, tokens_per_tile);
   plan.scale_stride = static_cast<int>(align_up(rows, 4));
   size_t end = 0;
   const auto place = [&end](size_t bytes) {
@@ -108,7 +109,8 @@ int run_experts(const char* entry, const ExpertShape& shape, const void* x, cons
                 size_t workspace_bytes, cudaStream_t stream) {
   GLM_RETURN_IF(check_experts(entry, shape, x, expert_ids, expert_weights, out, weights));
   if (shape.num_rows == 0) return 0;
-  const ExpertWorkspace plan = plan_workspace(shape);
+  const int tile_tokens = tokens_per_tile(shape, weights.format);
+  const ExpertWorkspace plan = plan_workspace(shape, tile_tokens);
   GLM_RETURN_IF(glm::check_workspace(entry, workspace, workspace_bytes, plan.bytes));
   auto* bytes = static_cast<uint8_t*>(workspace);
   auto* ints = reinterpret_cast<int*>(bytes + plan.tables);
@@ -120,11 +122,11 @@ int run_experts(const char* entry, const ExpertShape& shape, const void* x, cons
   const bool fp8 = weights.format == WeightFormat::kFp8, nvfp4 = weights.format == WeightFormat::kNvfp4;
 
   if (shape.num_slots() <= glm::kMaxFewSlots) {
-    glm::route_and_spread(weights.format, x, expert_ids, shape.top_k, shape.num_experts, tokens_per_tile(shape), tables,
+    glm::route_and_spread(weights.format, x, expert_ids, shape.top_k, shape.num_experts, tile_tokens, tables,
                           shape.num_rows, shape.hidden, bytes + plan.activations, activation_scales, plan.scale_stride,
                           stream);
   } else {
-    glm::route_rows(expert_ids, shape.num_slots(), shape.num_experts, tokens_per_tile(shape), tables, stream);
+    glm::route_rows(expert_ids, shape.num_slots(), shape.num_experts, tile_tokens, tables, stream);
     GLM_RETURN_IF(glm::launch_status(entry));
     glm::spread_activations(weights.format, x, tables.positions, shape.top_k, shape.num_rows, shape.hidden,
                             bytes + plan.activations, activation_scales, plan.scale_stride, stream);
@@ -146,7 +148,7 @@ int run_experts(const char* entry, const ExpertShape& shape, const void* x, cons
   up.token_scale = activation_scales;
   up.scale_stride = plan.scale_stride;
   up.tiles = {tables.num_tiles, tables.expert, tables.first_row, tables.num_rows, max_tiles};
-  up.tokens_per_tile = tokens_per_tile(shape);
+  up.tokens_per_tile = tile_tokens;
   up.num_splits = 1;
   up.out = bytes + plan.gated;
   up.out_stride = nvfp4 ? static_cast<int>(align_up(shape.intermediate, 256)) : shape.intermediate;
@@ -179,7 +181,7 @@ int run_experts(const char* entry, const ExpertShape& shape, const void* x, cons
 
 size_t glm_experts_workspace_bytes(int num_rows, int hidden, int intermediate, int num_experts, int top_k) {
   if (num_rows <= 0) return 0;
-  return plan_workspace({num_rows, hidden, intermediate, num_experts, top_k}).bytes;
+  return plan_workspace({num_rows, hidden, intermediate, num_experts, top_k}, 8).bytes;
 }
 
 int glm_experts(const void* x, const int32_t* expert_ids, const float* expert_weights, const void* w13, const void* w2,

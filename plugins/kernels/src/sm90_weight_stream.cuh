@@ -684,42 +684,9 @@ int launch_weight_stream(const StreamCall& call, cudaStream_t stream) {
     return refuse("weight stream: K = %d, at most %d for FP8 weights", call.k, kMaxScaleSteps * 128);
   }
 
-  const int element_bytes = kFormat == WeightFormat::kBf16 ? 2 : 1;
-  const uint64_t row_bytes =
-      kFormat == WeightFormat::kNvfp4 ? call.k / 2 : static_cast<uint64_t>(call.k) * element_bytes;
-  const uint64_t all_rows = glu ? 2ull * call.rows : call.rows;
-  const uint64_t rows8 = 8 * row_bytes;
-  TensorMapShape weight = {call.weight, element_bytes, 5, true, {}, {}, {}};
-  weight.sizes[0] = row_bytes / element_bytes;
-  weight.sizes[1] = 8;
-  weight.sizes[2] = 2;
-  weight.sizes[3] = glu ? call.rows / 8 : call.rows / 16;
-  weight.sizes[4] = call.num_groups;
-  weight.strides[0] = row_bytes;
-  weight.strides[1] = glu ? call.rows * row_bytes : rows8;
-  weight.strides[2] = glu ? rows8 : 2 * rows8;
-  weight.strides[3] = all_rows * row_bytes;
-  const uint32_t weight_box[5] = {static_cast<uint32_t>(128 / element_bytes), 8, 2, 8, 1};
-  for (int i = 0; i < 5; ++i) weight.box[i] = weight_box[i];
-  GLM_RETURN_IF(encode_tensor_map(weight, "weight", &p.weight_map));
-
-  const int token_bytes = kFormat == WeightFormat::kFp8 ? 1 : 2;
-  TensorMapShape tokens = {call.tokens, token_bytes, 2, true, {}, {}, {}};
-  tokens.sizes[0] = kFormat == WeightFormat::kNvfp4 ? call.token_stride : call.k;
-  tokens.sizes[1] = call.num_tokens;
-  tokens.strides[0] = static_cast<uint64_t>(call.token_stride) * token_bytes;
-  tokens.box[0] = 128 / token_bytes;
-  tokens.box[1] = kTokens;
-  GLM_RETURN_IF(encode_tensor_map(tokens, "tokens", &p.token_map));
-  if (kFormat == WeightFormat::kFp8) {
-    TensorMapShape scales = {call.token_scale, 4, 2, false, {}, {}, {}};
-    scales.sizes[0] = call.scale_stride;
-    scales.sizes[1] = p.num_steps;
-    scales.strides[0] = static_cast<uint64_t>(call.scale_stride) * 4;
-    scales.box[0] = kTokens;
-    scales.box[1] = 1;
-    GLM_RETURN_IF(encode_tensor_map(scales, "token_scale", &p.token_scale_map));
-  }
+  GLM_RETURN_IF(encode_weight_map(call, &p.weight_map));
+  GLM_RETURN_IF(encode_token_map(call, kTokens, &p.token_map));
+  if (kFormat == WeightFormat::kFp8) GLM_RETURN_IF(encode_token_scale_map(call, kTokens, &p.token_scale_map));
 
   auto* kernel = weight_stream_kernel<kFormat, kTokens>;
   cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
@@ -742,12 +709,14 @@ int dispatch_weight_stream(const StreamCall& call, cudaStream_t stream) {
     case 16: return launch_weight_stream<kFormat, 16>(call, stream);
     case 32: return launch_weight_stream<kFormat, 32>(call, stream);
     case 64: return launch_weight_stream<kFormat, 64>(call, stream);
-    case 128: return launch_weight_stream<kFormat, 128>(call, stream);
+    case 128:
+      if constexpr (kFormat != WeightFormat::kFp8) return launch_weight_stream<kFormat, 128>(call, stream);
+      [[fallthrough]];
     case 256:
       if constexpr (kFormat == WeightFormat::kBf16) return launch_weight_stream<kFormat, 256>(call, stream);
       [[fallthrough]];
     default:
-      return refuse("weight stream: %d tokens a tile, have 8, 16, 32, 64, 128 and, for BF16, 256",
+      return refuse("weight stream: %d tokens a tile, have 8, 16, 32, 64; not FP8: 128; BF16: 256",
                     call.tokens_per_tile);
   }
 }

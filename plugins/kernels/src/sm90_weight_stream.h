@@ -4,6 +4,7 @@
 // Weights stand on the tensor core's M side (128 rows a CTA), tokens on its N side (8..128 a CTA).
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -58,6 +59,16 @@ int weight_stream(const StreamCall& call, cudaStream_t stream);
 int weight_stream_bf16(const StreamCall& call, cudaStream_t stream);
 int weight_stream_fp8(const StreamCall& call, cudaStream_t stream);
 int weight_stream_nvfp4(const StreamCall& call, cudaStream_t stream);
+
+// FP8 tiles of 128 tokens run on a kernel of their own; with kGlu it needs rows that are multiples of 64.
+int token_tiles_fp8(const StreamCall& call, cudaStream_t stream);
+bool token_tiles_fit(bool glu, int rows);
+
+// Tensor maps of a call: 128 weight rows x 128 bytes (with kGlu 8 gate, 8 up rows in turn), tokens x 128 bytes, and the
+// scales of one K step's tokens.
+int encode_weight_map(const StreamCall& call, CUtensorMap* map);
+int encode_token_map(const StreamCall& call, int tokens_per_tile, CUtensorMap* map);
+int encode_token_scale_map(const StreamCall& call, int tokens_per_tile, CUtensorMap* map);
 
 // Tile width and K split of a dense product, a pure function of the shapes.
 struct DensePlan {
