@@ -18,14 +18,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "runtime"))
 
-from fake_model import byte_tokenizer, fake_manifest  # noqa: E402
+from fake_model import byte_tokenizer, fake_manifest
 
-from glm_mtp_export.artifact import Manifest  # noqa: E402
-from glm_mtp_export.runtime.engine import Engine  # noqa: E402
-from glm_mtp_export.runtime.request import Request  # noqa: E402
-from glm_mtp_export.runtime.sampling import SamplingParams  # noqa: E402
-from glm_mtp_export.runtime.scheduler import SchedulerConfig  # noqa: E402
-from glm_mtp_export.runtime.session import StepInputs, StepOutputs  # noqa: E402
+from glm_mtp_export.artifact import Manifest
+from glm_mtp_export.runtime.engine import Engine
+from glm_mtp_export.runtime.request import Request
+from glm_mtp_export.runtime.sampling import SamplingParams
+from glm_mtp_export.runtime.scheduler import SchedulerConfig
+from glm_mtp_export.runtime.session import StepInputs, StepOutputs
 
 BOUND_US = 1000.0
 
@@ -51,7 +51,9 @@ class StubSession:
 
 def host_times_us(batch: int, num_drafts: int, params: SamplingParams, stream: bool, num_steps: int) -> list[float]:
     """Microseconds outside the model of each step while all `batch` requests decode."""
-    manifest = fake_manifest(num_drafts, structured=False, penalties=False, num_logprobs=-1, max_position_embeddings=1 << 20)
+    manifest = fake_manifest(
+        num_drafts, structured=False, penalties=False, num_logprobs=-1, max_position_embeddings=1 << 20
+    )
     engine = Engine(
         StubSession(manifest, num_pages=64 * batch),
         byte_tokenizer(),

@@ -5,9 +5,10 @@
     python benchmarks/slice_step.py build DIR                               anywhere with TensorRT(-RTX): the engine
     python benchmarks/slice_step.py run DIR --out FILE                      on the card: random weights, times
 
-`run` builds the engine if it is not there, fills the weights with normal values made on the card (uniform bytes would make huge numbers, zeros run
-faster than real data), prefills 8k random tokens a request, then times whole decode steps, host included, by the wall clock around
-`session.run`. A profile of a few steps gives the share of every kernel. Rows go to FILE as JSON and to standard output as a table.
+`run` builds the engine if it is not there, fills the weights with normal values made on the card (uniform bytes would make huge
+numbers, zeros run faster than real data), prefills 8k random tokens a request, then times whole decode steps, host included, by the
+wall clock around `session.run`. A profile of a few steps gives the share of every kernel. Rows go to FILE as JSON and to standard
+output as a table.
 """
 
 from __future__ import annotations
