@@ -139,7 +139,10 @@ def main() -> None:
 @click.argument("checkpoint", type=_DIRECTORY)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(checkpoint: Path, as_json: bool) -> None:
-    """Show what a checkpoint holds and whether MTP can be exported."""
+    """Show what a checkpoint holds and whether MTP can be exported.
+
+    Exit code 0: target and MTP layer can be exported; 3: the target only; 2: not even the target.
+    """
     from glm_mtp_export.checkpoint.report import inspect_report, render
 
     report = inspect_report(checkpoint)
@@ -147,6 +150,7 @@ def inspect(checkpoint: Path, as_json: bool) -> None:
         click.echo(report.to_json())
     else:
         Console().print(render(report))
+    click.get_current_context().exit(report.exit_code)
 
 
 @main.command()
