@@ -138,14 +138,30 @@ def main() -> None:
 @main.command()
 @click.argument("checkpoint", type=_DIRECTORY)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def inspect(checkpoint: Path, as_json: bool) -> None:
+@click.option(
+    "--hashes", type=_DIRECTORY, default=None, help="Check size and sha256 of every shard against FILE, or record them."
+)
+def inspect(checkpoint: Path, as_json: bool, hashes: Path | None) -> None:
     """Show what a checkpoint holds and whether MTP can be exported.
 
     Exit code 0: target and MTP layer can be exported; 3: the target only; 2: not even the target.
     """
+    from glm_mtp_export.checkpoint import CheckpointView
+    from glm_mtp_export.checkpoint.digest import check_files
     from glm_mtp_export.checkpoint.report import inspect_report, render
 
-    report = inspect_report(checkpoint)
+    view = CheckpointView.scan(checkpoint)
+    if hashes is not None:
+        with _progress_bars() as progress:
+            size, done = sum(path.stat().st_size for path in view.store.files), 0
+
+            def advance(count: int) -> None:
+                nonlocal done
+                done += count
+                progress("sha256", done, size)
+
+            check_files(view, hashes, advance)
+    report = inspect_report(view)
     if as_json:
         click.echo(report.to_json())
     else:

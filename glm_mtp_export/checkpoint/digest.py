@@ -1,65 +1,68 @@
-"""Checking that a checkpoint's files are the ones that were seen before: size and sha256 of every shard, resumable.
+"""Checking that a checkpoint's files are whole and still the ones that were recorded: size and sha256 of every shard,
+resumable.
 
-In: a view, and optionally a JSON file of records from an earlier or interrupted run. Out: one `FileRecord` per shard;
-each finished shard is written to that file at once, so a check that was cut off goes on where it stopped. A shard whose
-size and change time equal its record is not read again. A shard that differs from what was expected raises
-`CheckpointError` naming it.
+In: a view and a JSON file of records, from an earlier run, an interrupted one, or the machine the folder was copied
+from. Out: one `FileRecord` per shard. Each finished shard is recorded at once, so a check that was cut off goes on
+where it stopped; a shard whose size and change time equal its record is not read again. A shard that differs from its
+record raises `CheckpointError`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from glm_mtp_export.artifact import FileRecord, replacing
 from glm_mtp_export.checkpoint.view import CheckpointView
 from glm_mtp_export.errors import CheckpointError
+from glm_mtp_export.json_fields import read_json_object
 
-__all__ = ["check_files", "file_digests"]
+__all__ = ["check_files"]
 
 _BLOCK_BYTES = 1 << 24
+Progress = Callable[[int], None]
 
 
-def file_digests(
-    view: CheckpointView, records: Path | None = None, progress: Callable[[int], None] | None = None
-) -> dict[str, FileRecord]:
-    """Size and sha256 of every shard; `progress` gets the bytes just hashed (or skipped because they are on record)."""
+def check_files(view: CheckpointView, records: Path, progress: Progress | None = None) -> dict[str, FileRecord]:
+    """Hash what is not on record, compare what is; all differences in one CheckpointError.
+
+    Sizes are compared first, so that a cut download is found without reading a byte. `progress` gets the bytes just
+    hashed, or skipped because they are on record.
+    """
     known = _read_records(records)
-    found: dict[str, FileRecord] = {}
-    for path in sorted({info.file for info in view.store.tensors.values()}):
-        stat = path.stat()
-        key = [stat.st_size, stat.st_mtime_ns]
-        entry = known.get(path.name)
-        if entry is None or entry["stamp"] != key:
-            entry = known[path.name] = {"stamp": key, "sha256": _sha256(path, progress)}
-            if records is not None:
-                with replacing(records) as temporary:
-                    temporary.write_text(json.dumps(known, indent=1, sort_keys=True))
-        elif progress:
-            progress(stat.st_size)
-        found[path.name] = FileRecord(stat.st_size, str(entry["sha256"]))
-    return found
-
-
-def check_files(
-    view: CheckpointView,
-    expected: Mapping[str, FileRecord],
-    records: Path | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> None:
-    """Compare the shards with `expected`; sizes first, so that a cut download is found without reading a byte."""
-    sizes = {path.name: path.stat().st_size for path in {info.file for info in view.store.tensors.values()}}
-    problems = [f"{name} is missing" for name in sorted(expected.keys() - sizes.keys())]
-    for name in sorted(expected.keys() & sizes.keys()):
-        if sizes[name] != expected[name].num_bytes:
-            problems.append(f"{name} has {sizes[name]} bytes, expected {expected[name].num_bytes}")
-    if not problems:
-        found = file_digests(view, records, progress)
-        problems = [f"{n} differs from its sha256" for n, r in sorted(expected.items()) if found[n] != r]
+    paths = view.store.files
+    problems = [f"{name} is missing" for name in sorted(known.keys() - {path.name for path in paths})]
+    for path in paths:
+        size = path.stat().st_size
+        if path.name in known and known[path.name]["num_bytes"] != size:
+            problems.append(f"{path.name} has {size} bytes, expected {known[path.name]['num_bytes']}")
+    for path in paths if not problems else ():
+        if not _is_recorded(path, known, records, progress):
+            problems.append(f"{path.name} differs from its sha256")
     if problems:
-        raise CheckpointError(f"{view.directory}: {'; '.join(problems)}. Fetch these files again.")
+        raise CheckpointError(
+            f"{view.directory}: {'; '.join(problems)}. Fetch these files again, or remove {records} if the change is wanted."
+        )
+    return {path.name: FileRecord(known[path.name]["num_bytes"], known[path.name]["sha256"]) for path in paths}
+
+
+def _is_recorded(path: Path, known: dict[str, dict[str, Any]], records: Path, progress: Progress | None) -> bool:
+    """Compare one shard with its record, or make the record. False: it differs."""
+    stat, entry = path.stat(), known.get(path.name)
+    if entry is not None and entry["changed_ns"] == stat.st_mtime_ns:
+        if progress:
+            progress(stat.st_size)
+        return True
+    found = _sha256(path, progress)
+    if entry is not None and entry["sha256"] != found:
+        return False
+    known[path.name] = {"num_bytes": stat.st_size, "changed_ns": stat.st_mtime_ns, "sha256": found}
+    with replacing(records) as temporary:
+        temporary.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    return True
 
 
 def _sha256(path: Path, progress: Callable[[int], None] | None) -> str:
@@ -75,16 +78,15 @@ def _sha256(path: Path, progress: Callable[[int], None] | None) -> str:
     return digest.hexdigest()
 
 
-def _read_records(path: Path | None) -> dict[str, dict[str, object]]:
-    """Records of an earlier run; anything unreadable only costs the time to hash again."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
-    except (OSError, ValueError):
+def _read_records(path: Path) -> dict[str, dict[str, Any]]:
+    """Records of an earlier run, or none yet. Raises CheckpointError for a file that holds something else."""
+    if not path.exists():
         return {}
-    if not isinstance(found, dict):
-        return {}
-    return {
-        name: entry
-        for name, entry in found.items()
-        if isinstance(entry, dict) and isinstance(entry.get("sha256"), str) and isinstance(entry.get("stamp"), list)
-    }
+    found = read_json_object(path, CheckpointError)
+    kinds = {"num_bytes": int, "changed_ns": int, "sha256": str}
+    for name, entry in found.items():
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(key), kind) for key, kind in kinds.items()):
+            raise CheckpointError(
+                f"{path}: {name} has no size, change time and sha256. Name another file for the records."
+            )
+    return dict(found)

@@ -148,7 +148,7 @@ class TensorStore:
         self.tensors = dict(tensors)
         self.headers_only = headers_only
         self.notices = tuple(notices)
-        self.num_files = len({info.file for info in self.tensors.values()})
+        self.files = tuple(sorted({info.file for info in self.tensors.values()}))
 
     @classmethod
     def open(cls, directory: Path, is_wanted_unindexed: Callable[[str], bool] = lambda name: False) -> TensorStore:

@@ -109,7 +109,7 @@ def inspect_report(checkpoint: CheckpointView | str | os.PathLike[str]) -> Inspe
         num_shared_indexer_layers=config.indexer_types.count(SHARED),
         num_mtp_modules=config.num_nextn_predict_layers,
         expert_layout="packed" if view.packed_experts else "per expert" if has_experts else "none",
-        num_files=view.store.num_files,
+        num_files=len(view.store.files),
         num_trunk_tensors=view.num_trunk_tensors,
         num_mtp_tensors=view.num_draft_tensors,
         num_unknown_tensors=len(view.unknown),

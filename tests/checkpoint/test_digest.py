@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,13 +15,15 @@ from glm_mtp_export.checkpoint import CheckpointView, digest
 from glm_mtp_export.checkpoint.synthetic import write_synthetic
 from glm_mtp_export.errors import CheckpointError
 
+SHARD = "model-00001-of-00002.safetensors"
+
 
 def test_digests_are_those_of_the_files(tmp_path: Path) -> None:
-    view = CheckpointView.open(write_synthetic(tmp_path, num_shards=3))
-    found = digest.file_digests(view)
-    assert len(found) == 3
+    view, seen = CheckpointView.open(write_synthetic(tmp_path / "c", num_shards=3)), []
+    found = digest.check_files(view, tmp_path / "records.json", seen.append)
+    assert len(found) == 3 and sum(seen) == sum(record.num_bytes for record in found.values())
     for name, record in found.items():
-        data = (tmp_path / name).read_bytes()
+        data = (tmp_path / "c" / name).read_bytes()
         assert record == FileRecord(len(data), hashlib.sha256(data).hexdigest())
 
 
@@ -35,44 +40,47 @@ def test_interrupted_check_goes_on_where_it_stopped(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(digest, "_sha256", counted)
     with pytest.raises(KeyboardInterrupt):
-        digest.file_digests(view, records)
+        digest.check_files(view, records)
     first, _ = list(hashed), hashed.clear()
-    found = digest.file_digests(view, records)
+    found = digest.check_files(view, records)
     assert sorted(first + hashed) == sorted(found)
-    assert found == {
-        n: FileRecord((tmp_path / "c" / n).stat().st_size, honest(tmp_path / "c" / n, None)) for n in found
-    }
+    assert all(honest(tmp_path / "c" / name, None) == record.sha256 for name, record in found.items())
+    hashed.clear()
+    assert digest.check_files(view, records) == found and hashed == []
 
 
-def test_changed_shard_is_hashed_again_and_refused(tmp_path: Path) -> None:
-    view = CheckpointView.open(write_synthetic(tmp_path / "c"))
+def test_copied_folder_is_checked_against_the_records_of_its_source(tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "a")
     records = tmp_path / "records.json"
-    expected = digest.file_digests(view, records)
-    digest.check_files(view, expected, records)
-    shard = tmp_path / "c" / "model-00001-of-00002.safetensors"
-    data = bytearray(shard.read_bytes())
+    found = digest.check_files(CheckpointView.open(tmp_path / "a"), records)
+    shutil.copytree(tmp_path / "a", tmp_path / "b", copy_function=shutil.copyfile)
+    copy = CheckpointView.open(tmp_path / "b")
+    os.utime(tmp_path / "b" / SHARD, ns=(1, 1))
+    assert digest.check_files(copy, records) == found
+    data = bytearray((tmp_path / "b" / SHARD).read_bytes())
     data[-1] ^= 1
-    shard.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"model-00001-of-00002\.safetensors differs from its sha256"):
-        digest.check_files(view, expected, records)
+    (tmp_path / "b" / SHARD).write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00002\.safetensors differs from its sha256.*remove"):
+        digest.check_files(copy, records)
 
 
 def test_cut_and_missing_shards_are_found_by_size_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    view = CheckpointView.open(write_synthetic(tmp_path))
-    expected = digest.file_digests(view)
+    view = CheckpointView.open(write_synthetic(tmp_path / "c"))
+    records = tmp_path / "records.json"
+    digest.check_files(view, records)
     monkeypatch.setattr(digest, "_sha256", lambda path, progress: pytest.fail("read a file"))
-    wrong = {name: FileRecord(record.num_bytes + 1, record.sha256) for name, record in expected.items()}
-    with pytest.raises(CheckpointError, match=r"bytes, expected .*; .*bytes, expected"):
-        digest.check_files(view, wrong)
-    with pytest.raises(CheckpointError, match="other is missing"):
-        digest.check_files(view, {**expected, "other": FileRecord(1, "")})
+    known = json.loads(records.read_text())
+    known[SHARD]["num_bytes"] += 1
+    records.write_text(json.dumps(known | {"other": known[SHARD]}))
+    with pytest.raises(CheckpointError, match=r"other is missing; model-00001.* bytes, expected \d+"):
+        digest.check_files(view, records)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"a": 3}', "{"])
-def test_damaged_records_only_cost_time(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "[]", '{"a": 3}', '{"a": {"sha256": 3}}'])
+def test_a_file_that_holds_no_records_is_refused(tmp_path: Path, text: str) -> None:
     view = CheckpointView.open(write_synthetic(tmp_path / "c"))
     records = tmp_path / "records.json"
     records.write_text(text)
-    seen: list[int] = []
-    assert digest.file_digests(view, records, seen.append) == digest.file_digests(view)
-    assert sum(seen) == sum(p.stat().st_size for p in (tmp_path / "c").glob("*.safetensors"))
+    with pytest.raises(CheckpointError, match=r"records\.json"):
+        digest.check_files(view, records)
+    assert records.read_text() == text

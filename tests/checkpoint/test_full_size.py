@@ -52,7 +52,7 @@ def test_counts_and_bytes_equal_the_published_ones(made: Made) -> None:
     for info in view.store.tensors.values():
         sizes[info.dtype] += info.num_bytes
     assert len(view.store.tensors) == num_tensors and sizes.total() == num_bytes
-    assert len(list(root.glob("*.safetensors"))) == view.store.num_files == num_shards
+    assert len(list(root.glob("*.safetensors"))) == len(view.store.files) == num_shards
     assert {code: sizes[code] for code in by_type} == by_type
     layers = Counter(n.split(".")[2] for n in view.store.tensors if n.startswith("model.layers."))
     if name in LAYER_TENSORS:

@@ -40,7 +40,7 @@ def test_config_file_in_another_format_as_sparse_files(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     view = CheckpointView.open(tmp_path / "o")
-    assert view.store.num_files == 3 and view.precision("model.layers.1.mlp.experts.0.up_proj") == "nvfp4"
+    assert len(view.store.files) == 3 and view.precision("model.layers.1.mlp.experts.0.up_proj") == "nvfp4"
 
 
 @pytest.mark.parametrize(
