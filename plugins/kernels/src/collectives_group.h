@@ -5,22 +5,12 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include "glm_kernels/collectives.h"
 #include "nccl_abi.h"
 
 namespace glm {
 
-constexpr int kMaxDirectRanks = 8;
 constexpr int64_t kDirectBytes = 512 << 10;  // of payload; a packet carries half payload, half flags
-
-// What a kernel needs to write to every rank and to wait for them.
-struct DirectMemory {
-  uint4* inbox[kMaxDirectRanks];  // rank r's [2 parities][num_ranks senders][capacity packets], mapped here
-  uint32_t* calls;                // own: [0] exchanges made so far, [1] blocks that are done with this one
-  const volatile int* aborted;    // host memory
-  int64_t capacity;               // packets of one sender
-  int rank;
-  int num_ranks;
-};
 
 struct Group {
   nccl::Communicator communicator = nullptr;
@@ -29,7 +19,7 @@ struct Group {
   int num_ranks = 1;
   bool has_direct = false;
   int64_t direct_bytes = 0;  // largest payload for the direct path
-  DirectMemory direct = {};
+  GlmDirectMemory direct = {};
 };
 
 // The group of this process; read by calls, changed by init, abort and close.

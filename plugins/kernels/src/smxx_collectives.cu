@@ -77,7 +77,7 @@ struct BestPayload {
 };
 
 template <typename Payload>
-__global__ void __launch_bounds__(kThreads) exchange_kernel(glm::DirectMemory memory, Payload payload, int64_t count) {
+__global__ void __launch_bounds__(kThreads) exchange_kernel(GlmDirectMemory memory, Payload payload, int64_t count) {
   const uint32_t call = *static_cast<volatile uint32_t*>(memory.calls) + 1;
   const int64_t area = static_cast<int64_t>(call & 1) * memory.num_ranks * memory.capacity;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -85,11 +85,11 @@ __global__ void __launch_bounds__(kThreads) exchange_kernel(glm::DirectMemory me
     const uint2 own = payload.own(i);
     for (int step = 1; step < memory.num_ranks; ++step) {
       const int peer = (memory.rank + step) % memory.num_ranks;
-      send_packet(memory.inbox[peer] + area + memory.rank * memory.capacity + i, own, call);
+      send_packet(static_cast<uint4*>(memory.inbox[peer]) + area + memory.rank * memory.capacity + i, own, call);
     }
     payload.begin();
     for (int rank = 0; rank < memory.num_ranks; ++rank) {
-      const uint4* from = memory.inbox[memory.rank] + area + rank * memory.capacity + i;
+      const uint4* from = static_cast<const uint4*>(memory.inbox[memory.rank]) + area + rank * memory.capacity + i;
       payload.add(rank == memory.rank ? own : received_payload(from, call, memory.aborted));
     }
     payload.finish(i);
@@ -149,9 +149,16 @@ int copied(const char* entry, void* y, const void* x, size_t num_bytes, cudaStre
 }
 
 template <typename Payload>
-int exchange(const char* entry, const Payload& payload, int64_t count, cudaStream_t stream) {
+int exchange(const char* entry, const GlmDirectMemory& memory, const Payload& payload, int64_t count, void* stream) {
+  if (memory.num_ranks < 2 || memory.num_ranks > GLM_DIRECT_MOST_RANKS || memory.rank < 0 ||
+      memory.rank >= memory.num_ranks || count < 0 || count > memory.capacity) {
+    return glm::refuse("%s: rank %d of %d, %lld packets, expected 2 .. %d ranks and at most %lld packets", entry,
+                       memory.rank, memory.num_ranks, static_cast<long long>(count), GLM_DIRECT_MOST_RANKS,
+                       static_cast<long long>(memory.capacity));
+  }
+  if (count == 0) return 0;
   const int blocks = static_cast<int>(glm::ceil_div(count, kThreads));
-  exchange_kernel<<<blocks, kThreads, 0, stream>>>(glm::group().direct, payload, count);
+  exchange_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(memory, payload, count);
   return glm::launch_status(entry);
 }
 
@@ -217,8 +224,7 @@ int glm_all_reduce(const void* x, void* y, int num_rows, int width, int num_rank
   if (num_ranks == 1) return copied(entry, y, x, 2 * count, cuda_stream);
   const glm::Group& group = glm::group();
   if (2 * count <= group.direct_bytes) {
-    const SumPayload payload = {static_cast<const uint2*>(x), static_cast<uint2*>(y), {}};
-    return exchange(entry, payload, count / 4, cuda_stream);
+    return glm_direct_all_reduce(&group.direct, x, y, count, stream);
   }
   GLM_RETURN_IF(glm::check_workspace(entry, workspace, workspace_bytes,
                                      glm_all_reduce_workspace_bytes(num_rows, width, num_ranks)));
@@ -231,6 +237,20 @@ int glm_all_reduce(const void* x, void* y, int num_rows, int width, int num_rank
                                 glm::nccl::functions()->ncclAllGather(x, parts, count, glm::nccl::kBfloat16,
                                                                       group.communicator, cuda_stream)));
   return sum_parts(entry, parts, count, nullptr, -1, y, count, num_ranks, cuda_stream);
+}
+
+int glm_direct_all_reduce(const GlmDirectMemory* memory, const void* x, void* y, int64_t count, void* stream) {
+  const char* entry = "glm_direct_all_reduce";
+  if (count % 8 != 0) {
+    return glm::refuse("%s: count %lld, expected a multiple of 8", entry, static_cast<long long>(count));
+  }
+  const SumPayload payload = {static_cast<const uint2*>(x), static_cast<uint2*>(y), {}};
+  return exchange(entry, *memory, payload, count / 4, stream);
+}
+
+int glm_direct_best_of_ranks(const GlmDirectMemory* memory, const float* value, const int32_t* ids, int32_t* best,
+                             int num_rows, void* stream) {
+  return exchange("glm_direct_best_of_ranks", *memory, BestPayload{value, ids, best, 0}, num_rows, stream);
 }
 
 int glm_sum_parts(const void* parts, void* y, int64_t count, int num_ranks, void* stream) {
@@ -296,7 +316,7 @@ int glm_best_of_ranks(const float* value, const int32_t* ids, int32_t* best, int
   if (num_ranks == 1) return copied(entry, best, ids, sizeof(int32_t) * num_rows, cuda_stream);
   const glm::Group& group = glm::group();
   if (static_cast<int64_t>(sizeof(uint64_t)) * num_rows <= group.direct_bytes) {
-    return exchange(entry, BestPayload{value, ids, best, 0}, num_rows, cuda_stream);
+    return glm_direct_best_of_ranks(&group.direct, value, ids, best, num_rows, stream);
   }
   GLM_RETURN_IF(glm::check_workspace(entry, workspace, workspace_bytes,
                                      glm_best_of_ranks_workspace_bytes(num_rows, num_ranks)));

@@ -1,4 +1,5 @@
 // Joining and leaving a tensor-parallel group, and mapping the ranks' inboxes into each other's address space.
+#include <cuda_bf16.h>
 #include <dlfcn.h>
 #include <string.h>
 #include <unistd.h>
@@ -51,6 +52,12 @@ std::vector<Record> gathered(const Record& record, int num_ranks, cudaStream_t s
   return all;
 }
 
+bool all_agree(bool yes, cudaStream_t stream) {
+  const std::vector<int> answers = gathered(static_cast<int>(yes), glm::group().num_ranks, stream);
+  for (int answer : answers) yes = yes && answer;
+  return yes && !answers.empty();
+}
+
 void release_direct_memory() {
   for (void* address : opened) cudaIpcCloseMemHandle(address);
   opened.clear();
@@ -60,10 +67,35 @@ void release_direct_memory() {
   glm::group().direct_bytes = 0;
 }
 
+// One exchange of known values. Mapped memory is no promise that another card's writes arrive; a wait that lasts is ended.
+bool exchange_works(cudaStream_t stream) {
+  const glm::Group& group = glm::group();
+  constexpr int kCount = 8, kMilliseconds = 5000;
+  __nv_bfloat16 values[kCount], *device = nullptr;
+  for (int i = 0; i < kCount; ++i) values[i] = __float2bfloat16(static_cast<float>(group.rank + i));
+  if (cudaMalloc(&device, sizeof(values)) != cudaSuccess) return false;
+  bool works = cudaMemcpyAsync(device, values, sizeof(values), cudaMemcpyHostToDevice, stream) == cudaSuccess &&
+               glm_direct_all_reduce(&group.direct, device, device, kCount, stream) == 0 &&
+               cudaMemcpyAsync(values, device, sizeof(values), cudaMemcpyDeviceToHost, stream) == cudaSuccess;
+  for (int waited = 0; works && cudaStreamQuery(stream) == cudaErrorNotReady; ++waited) {
+    works = waited < kMilliseconds;
+    usleep(1000);
+  }
+  if (!works) *aborted = 1;
+  works = cudaStreamSynchronize(stream) == cudaSuccess && works;
+  *aborted = 0;
+  for (int i = 0; i < kCount; ++i) {
+    const int expected = group.num_ranks * i + group.num_ranks * (group.num_ranks - 1) / 2;
+    works = works && __bfloat162float(values[i]) == static_cast<float>(expected);  // at most 84: exact
+  }
+  cudaFree(device);
+  return works;
+}
+
 // Maps every rank's inbox here. Either all ranks have them all, or none uses them.
 void share_direct_memory(cudaStream_t stream) {
   glm::Group& group = glm::group();
-  glm::DirectMemory& direct = group.direct;
+  GlmDirectMemory& direct = group.direct;
   direct.capacity = glm::kDirectBytes / 8;
   direct.rank = group.rank;
   direct.num_ranks = group.num_ranks;
@@ -72,11 +104,12 @@ void share_direct_memory(cudaStream_t stream) {
   const size_t num_bytes = packets * sizeof(uint4) + 256;
   Card card = {};
   card.host = host_identity();
-  card.is_ready = group.num_ranks <= glm::kMaxDirectRanks && aborted != nullptr &&
-                  cudaMalloc(&inbox, num_bytes) == cudaSuccess && cudaMemset(inbox, 0, num_bytes) == cudaSuccess &&
+  card.is_ready = group.num_ranks <= GLM_DIRECT_MOST_RANKS && aborted != nullptr &&
+                  cudaMalloc(&inbox, num_bytes) == cudaSuccess &&
+                  cudaMemsetAsync(inbox, 0, num_bytes, stream) == cudaSuccess &&
                   cudaIpcGetMemHandle(&card.handle, inbox) == cudaSuccess;
   const std::vector<Card> cards = gathered(card, group.num_ranks, stream);
-  int ready = !cards.empty();
+  bool ready = !cards.empty();
   for (const Card& other : cards) ready = ready && other.is_ready && other.host == card.host;
   for (int rank = 0; ready && rank < group.num_ranks; ++rank) {
     void* address = inbox;
@@ -84,13 +117,12 @@ void share_direct_memory(cudaStream_t stream) {
       ready = cudaIpcOpenMemHandle(&address, cards[rank].handle, cudaIpcMemLazyEnablePeerAccess) == cudaSuccess;
       if (ready) opened.push_back(address);
     }
-    direct.inbox[rank] = static_cast<uint4*>(address);
+    direct.inbox[rank] = address;
   }
   cudaGetLastError();  // a card that cannot be mapped is no failure: NCCL serves every size then
   direct.calls = reinterpret_cast<uint32_t*>(static_cast<char*>(inbox) + packets * sizeof(uint4));
-  const std::vector<int> agreed = gathered(ready, group.num_ranks, stream);
-  for (int other : agreed) ready = ready && other;
-  if (ready && !agreed.empty()) {
+  // Everybody has mapped everything before anybody writes; and what all have seen working, all use.
+  if (all_agree(ready, stream) && all_agree(exchange_works(stream), stream)) {
     group.has_direct = true;
     group.direct_bytes = glm::kDirectBytes;
   } else {

@@ -3,7 +3,7 @@
 // Owns: GlmAllReduce, GlmAllGatherColumns, GlmHeadBest, GlmBestOfRanks, and the process's place in its group. One process
 // drives one card. Large payloads go through NCCL, whose library (libnccl.so.2) is opened by the first call that needs it:
 // this library loads without it. Payloads up to 512 KiB a rank between cards of one host that can write into each other's
-// memory go through a kernel of ours: one launch, one hop.
+// memory, which is tried when the group is joined, go through a kernel of ours: one launch, one hop.
 //
 // Sums are added in rank order in fp32 and rounded once, so every rank has the same bits, and a row has the same bits in
 // every batch. All ranks must make the same calls in the same order on one stream. Capturable in a CUDA graph once a
@@ -71,6 +71,25 @@ size_t glm_head_best_workspace_bytes(int num_rows, int hidden, int vocab);
 int glm_best_of_ranks(const float* value, const int32_t* ids, int32_t* best, int num_rows, int num_ranks,
                       void* workspace, size_t workspace_bytes, void* stream);
 size_t glm_best_of_ranks_workspace_bytes(int num_rows, int num_ranks);
+
+// ---- the direct path by itself, over memory that the caller arranges; what the ops above use inside one host
+
+#define GLM_DIRECT_MOST_RANKS 8
+
+typedef struct {
+  void* inbox[GLM_DIRECT_MOST_RANKS];  // rank r's memory, [2][num_ranks][capacity] packets of 16 bytes, zero at first
+  uint32_t* calls;                     // own, [2], zero at first: exchanges made, blocks that are done with this one
+  const volatile int* aborted;         // mapped host memory; not 0 ends the waits
+  int64_t capacity;                    // packets of one sender
+  int32_t rank;
+  int32_t num_ranks;                   // 2 .. GLM_DIRECT_MOST_RANKS
+} GlmDirectMemory;
+
+// One exchange: count elements of glm_all_reduce, a multiple of 8, at most 4 * capacity.
+int glm_direct_all_reduce(const GlmDirectMemory* memory, const void* x, void* y, int64_t count, void* stream);
+// One exchange: num_rows of glm_best_of_ranks, at most capacity.
+int glm_direct_best_of_ranks(const GlmDirectMemory* memory, const float* value, const int32_t* ids, int32_t* best,
+                             int num_rows, void* stream);
 
 // ---- the local halves of the above, which need no group
 

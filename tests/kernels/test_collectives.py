@@ -1,0 +1,265 @@
+"""Collectives against plain sums and joins. On one card several ranks are streams that exchange through memory of that card."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import abi
+import abi_products
+import abi_rows
+import numpy as np
+import pytest
+import torch
+from abi_products import GuardedBuffer, KernelError
+from quantised_oracle import assert_close
+
+needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+CAPACITY = 65536  # packets of a sender, as in the library
+
+
+class DirectMemory(ctypes.Structure):
+    """GlmDirectMemory."""
+
+    _fields_ = [
+        ("inbox", ctypes.c_void_p * 8),
+        ("calls", ctypes.c_void_p),
+        ("aborted", ctypes.c_void_p),
+        ("capacity", ctypes.c_int64),
+        ("rank", ctypes.c_int32),
+        ("num_ranks", ctypes.c_int32),
+    ]
+
+
+class Ranks:
+    """Ranks of one card, each with a stream and an inbox of its own."""
+
+    def __init__(self, num_ranks: int, capacity: int = CAPACITY) -> None:
+        self.inboxes = [GuardedBuffer((2, num_ranks, capacity, 4), torch.int32) for _ in range(num_ranks)]
+        self.calls = [torch.zeros(64, dtype=torch.int32, device="cuda") for _ in range(num_ranks)]
+        self.aborted = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self.streams = [torch.cuda.Stream() for _ in range(num_ranks)]
+        self.memory = []
+        for inbox in self.inboxes:
+            inbox.tensor.zero_()
+        for rank in range(num_ranks):
+            memory = DirectMemory(capacity=capacity, rank=rank, num_ranks=num_ranks)
+            for other, inbox in enumerate(self.inboxes):
+                memory.inbox[other] = inbox.tensor.data_ptr()
+            memory.calls, memory.aborted = self.calls[rank].data_ptr(), self.aborted.data_ptr()
+            self.memory.append(memory)
+        torch.cuda.synchronize()
+
+    def enqueue(self, rank: int, entry: str, *arguments: object) -> None:
+        stream = ctypes.c_void_p(self.streams[rank].cuda_stream)
+        values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in arguments]
+        status = getattr(abi.load(), entry)(ctypes.byref(self.memory[rank]), *values, stream)
+        if status != 0:
+            raise KernelError(entry, status)
+
+    def all_reduce(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        outputs = [GuardedBuffer(tuple(x.shape), torch.bfloat16) for x in parts]
+        torch.cuda.synchronize()
+        for rank, x in enumerate(parts):
+            self.enqueue(rank, "glm_direct_all_reduce", x, outputs[rank].tensor, ctypes.c_int64(x.numel()))
+        torch.cuda.synchronize()
+        for buffer in (*outputs, *self.inboxes):
+            buffer.check("a sum or an inbox")
+        return [buffer.tensor for buffer in outputs]
+
+
+def bits(x: torch.Tensor) -> np.ndarray:
+    return x.view(torch.int16).cpu().numpy()
+
+
+def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """float32 in rank order, one element after another, rounded once."""
+    total = np.zeros(parts[0].shape, np.float32)
+    for part in parts:
+        total = (total + part.float().cpu().numpy()).astype(np.float32)
+    return torch.from_numpy(total).bfloat16().cuda()
+
+
+def payloads(num_ranks: int, rows: int, width: int, seed: int) -> list[torch.Tensor]:
+    """Sizes that differ between the ranks, so that order matters; a NaN and an infinity among them."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    parts = [torch.randn(rows, width, device="cuda", generator=generator) * 4.0**rank for rank in range(num_ranks)]
+    parts[0][0, 0], parts[-1][0, 1] = float("nan"), float("inf")
+    return [part.bfloat16() for part in parts]
+
+
+@pytest.mark.gpu
+@needs_card
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 6144), (300, 6144)])
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_parts_are_added_in_rank_order(num_ranks: int, rows: int, width: int) -> None:
+    parts = payloads(num_ranks, rows, width, 3)
+    y = GuardedBuffer((rows, width), torch.bfloat16)
+    abi_rows_call("glm_sum_parts", torch.stack(parts), y.tensor, ctypes.c_int64(rows * width), ctypes.c_int(num_ranks))
+    y.check("y")
+    assert np.array_equal(bits(y.tensor), bits(ordered_sum(parts)))
+
+
+def abi_rows_call(entry: str, *arguments: object) -> None:
+    """An entry with a 64-bit count among its arguments, on torch's stream."""
+    values = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in arguments]
+    status = getattr(abi.load(), entry)(*values, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
+    if status != 0:
+        raise KernelError(entry, status)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@needs_card
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (4, 6144), (42, 6144)])  # up to 504 KiB
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_exchanged_sums_are_the_ordered_sum_on_every_rank(num_ranks: int, rows: int, width: int) -> None:
+    ranks = Ranks(num_ranks)
+    for seed in range(5):  # both areas of the inboxes, and what earlier exchanges left in them
+        parts = payloads(num_ranks, rows if seed != 2 else 1, width, seed)
+        expected = bits(ordered_sum(parts))
+        for found in ranks.all_reduce(parts):
+            assert np.array_equal(bits(found), expected)
+    assert [calls[:2].tolist() for calls in ranks.calls] == [[5, 0]] * num_ranks
+
+
+@pytest.mark.gpu
+@needs_card
+def test_captured_exchanges_can_be_replayed_and_run_ahead() -> None:
+    """A rank that runs ahead must not overwrite what a slow one has not read."""
+    ranks, num_calls = Ranks(2), 200
+    x = [torch.zeros(4, 6144, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    y = [torch.zeros_like(x[0]) for _ in range(2)]
+    total = [torch.zeros(4, 6144, device="cuda") for _ in range(2)]
+    graphs = []
+    for rank in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=ranks.streams[rank]):
+            x[rank].add_(rank + 1)
+            ranks.enqueue(rank, "glm_direct_all_reduce", x[rank], y[rank], ctypes.c_int64(x[rank].numel()))
+            total[rank].add_(y[rank].float())
+        graphs.append(graph)
+    for _ in range(num_calls):
+        for rank in range(2):
+            with torch.cuda.stream(ranks.streams[rank]):
+                graphs[rank].replay()
+                if rank:
+                    torch.cuda._sleep(20000)
+    torch.cuda.synchronize()
+    expected = 0.0
+    a = b = torch.zeros((), dtype=torch.bfloat16)
+    for _ in range(num_calls):
+        a, b = a + 1, b + 2
+        expected += float((a.float() + b.float()).bfloat16())
+    assert all(bool((t == expected).all()) for t in total)
+
+
+@pytest.mark.gpu
+@needs_card
+@pytest.mark.timeout(60)
+def test_a_wait_for_a_rank_that_never_comes_can_be_aborted() -> None:
+    ranks = Ranks(2)
+    x = payloads(2, 4, 6144, 0)[1]
+    ranks.enqueue(0, "glm_direct_all_reduce", x, torch.empty_like(x), ctypes.c_int64(x.numel()))
+    assert not ranks.streams[0].query()
+    ranks.aborted[0] = 1
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@needs_card
+def test_the_best_of_the_ranks_is_the_largest_value_and_then_the_lowest_id() -> None:
+    ranks = Ranks(3)
+    lowest = -float("inf")
+    values = [[1.0, 2.0, lowest, -0.0, 5.0], [3.0, 2.0, lowest, 0.0, -5.0], [3.0, 1.0, lowest, -1.0, 5.0]]
+    ids = [[0, 5, 0, 1, 9], [12, 10, 10, 11, 12], [20, 21, 20, 22, 23]]
+    best = [GuardedBuffer((5,), torch.int32) for _ in range(3)]
+    inputs = [
+        (torch.tensor(v, device="cuda"), torch.tensor(i, dtype=torch.int32, device="cuda"))
+        for v, i in zip(values, ids, strict=True)
+    ]
+    torch.cuda.synchronize()
+    for rank, (value, own) in enumerate(inputs):
+        ranks.enqueue(rank, "glm_direct_best_of_ranks", value, own, best[rank].tensor, ctypes.c_int(5))
+    torch.cuda.synchronize()
+    for buffer in best:
+        buffer.check("best")
+        assert buffer.tensor.tolist() == [12, 5, 0, 1, 9]
+
+
+@pytest.mark.gpu
+@needs_card
+@pytest.mark.parametrize(("rows", "width", "num_ranks"), [(1, 4, 2), (3, 64, 8), (16, 19360, 8)])
+def test_columns_of_the_ranks_stand_side_by_side(rows: int, width: int, num_ranks: int) -> None:
+    parts = torch.randn(num_ranks, rows, width, device="cuda")
+    y = GuardedBuffer((rows, num_ranks * width), torch.float32)
+    abi_rows.call("glm_join_columns", parts, y.tensor, rows, width, num_ranks)
+    torch.cuda.synchronize()
+    y.check("y")
+    assert torch.equal(y.tensor, torch.cat(list(parts), 1))
+
+
+@pytest.mark.gpu
+@needs_card
+@pytest.mark.parametrize("num_rows", [1, 5, 40])
+@pytest.mark.parametrize(("vocab", "valid"), [(512, 512), (512, 300), (19360 * 8, 154856)])
+def test_best_of_a_slice_agrees_with_the_whole_head(num_rows: int, vocab: int, valid: int) -> None:
+    num_ranks, hidden = 8, 256
+    generator = torch.Generator(device="cuda").manual_seed(5)
+    x = torch.randn(num_rows, hidden, device="cuda", generator=generator).bfloat16()
+    weight = torch.randn(vocab, hidden, device="cuda", generator=generator).bfloat16()
+    weight[vocab // 2 :: 7] = weight[3]  # ties between ranks
+    weight[1] = float("nan")
+    everything = torch.arange(num_rows, dtype=torch.int32, device="cuda")
+    logits = abi_products.head_logits(x, everything, weight, valid).nan_to_num(
+        nan=-float("inf"), posinf=None, neginf=-float("inf")
+    )
+    share = vocab // num_ranks
+    for rank in range(num_ranks):
+        value, ids = GuardedBuffer((num_rows,), torch.float32), GuardedBuffer((num_rows,), torch.int32)
+        size = abi_products.workspace_bytes("glm_head_best", num_rows, hidden, share)
+        space = GuardedBuffer((size,), torch.uint8)
+        part = weight[rank * share : (rank + 1) * share].contiguous()
+        abi_products.call(
+            "glm_head_best", x, part, value.tensor, ids.tensor, num_rows, hidden, share, rank * share, valid, workspace=space
+        )  # fmt: skip
+        torch.cuda.synchronize()
+        for buffer in (value, ids, space):
+            buffer.check("head best")
+        own = logits[:, rank * share : (rank + 1) * share]
+        assert_close(value.tensor, own.max(1).values.double(), 1e-5, "value")
+        assert torch.equal(ids.tensor.long() - rank * share, own.argmax(1)), rank
+
+
+@pytest.mark.gpu
+@needs_card
+def test_a_group_of_one_copies() -> None:
+    x = payloads(1, 3, 64, 0)[0]
+    y, space = GuardedBuffer((3, 64), torch.bfloat16), GuardedBuffer((0,), torch.uint8)
+    abi_products.call("glm_all_reduce", x, y.tensor, 3, 64, 1, workspace=space)
+    torch.cuda.synchronize()
+    assert np.array_equal(bits(y.tensor), bits(x))
+
+
+# ---- without a card
+
+
+def test_without_a_group_a_collective_says_how_to_join_one() -> None:
+    library = abi.load()
+    null, size = ctypes.c_void_p(4096), ctypes.c_size_t(0)
+    assert library.glm_collectives_size() == 1 and library.glm_collectives_rank() == 0
+    assert library.glm_all_reduce(null, null, 1, 64, 8, null, size, None) == -7
+    assert b"belongs to a group of 1; join it first" in library.glm_kernels_last_error()
+    assert library.glm_collectives_abort() == 0 and library.glm_collectives_close() == 0
+    assert library.glm_collectives_init(null, 3, 2) < 0
+    assert b"rank 3 of 2 ranks" in library.glm_kernels_last_error()
+
+
+def test_workspace_grows_with_the_rows_and_covers_smaller_calls() -> None:
+    found = [abi_products.workspace_bytes("glm_all_reduce", rows, 6144, 8) for rows in (0, 1, 42, 48, 49, 400, 8192)]
+    assert found == sorted(found) and found[0] == 0
+    # 48 rows are the last whose (8 - 1) payloads fit 4 MiB; then the ranks sum shares.
+    assert found[2] == 42 * 6144 * 2 * 8 and found[4] == (4 << 20) // 7 * 8 and found[6] == 8192 * 6144 * 2
+    assert abi_products.workspace_bytes("glm_all_reduce", 8192, 6144, 2) == 2 * 8192 * 6144 * 2
+    assert abi_products.workspace_bytes("glm_all_gather_columns", 4, 19360, 8) == 4 * 19360 * 8 * 4
+    assert abi_products.workspace_bytes("glm_best_of_ranks", 16, 8) == 128
