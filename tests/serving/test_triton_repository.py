@@ -43,6 +43,7 @@ def test_configs_are_what_triton_reads(repository: Path, nano_artifact: Path) ->
             "engine_dir": str(nano_artifact.resolve()),
             "backend": "onnxruntime",
             "max_sequences": "512",
+            "num_ranks": "1",
             "engine_python": sys.executable,
             "sibling": sibling,
         }

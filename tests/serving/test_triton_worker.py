@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -200,5 +201,40 @@ def test_without_an_engine_process_the_client_says_what_to_load(tmp_path: Path) 
 
 
 def test_a_process_that_cannot_load_is_told(tmp_path: Path) -> None:
-    with pytest.raises(EngineProcessError, match="ended with code 3 while loading"):
+    with pytest.raises(EngineProcessError, match=r"rank 0 of 1\) ended with code 3 while loading"):
         EngineClient(str(tmp_path / "x.sock"), ["sh", "-c", "exit 3"])
+
+
+def test_one_process_a_rank_with_torchruns_variables(folder: Path, tmp_path: Path) -> None:
+    """Rank 0 connects and serves; the others are told where they stand; all end with the client."""
+    program = tmp_path / "rank.py"
+    program.write_text(
+        "import json, os, socket, sys\n"
+        "names = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR', 'MASTER_PORT')\n"
+        f"path = {str(tmp_path)!r} + '/' + os.environ['RANK'] + '.json'\n"
+        "json.dump({n: os.environ[n] for n in names}, open(path + '.part', 'w'))\n"
+        "os.rename(path + '.part', path)\n"
+        "listener = socket.socket(socket.AF_UNIX)\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    listener.bind(sys.argv[-1]); listener.listen()\n"
+        "    sys.stdin.read()\n"
+        "else:\n"
+        "    import time\n"
+        "    while not os.path.exists(path.replace('json', 'end')): time.sleep(0.05)\n"
+    )
+    client = EngineClient(str(tmp_path / "x.sock"), [sys.executable, str(program)], num_ranks=3)
+    wait_until(lambda: all((tmp_path / f"{rank}.json").exists() for rank in range(3)))
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    assert [(f["RANK"], f["LOCAL_RANK"], f["WORLD_SIZE"]) for f in found] == [(str(r), str(r), "3") for r in range(3)]
+    assert len({(f["MASTER_ADDR"], f["MASTER_PORT"]) for f in found}) == 1
+    processes = list(client._processes)
+    for rank in (1, 2):
+        (tmp_path / f"{rank}.end").touch()
+    client.close()
+    assert all(process.poll() is not None for process in processes)
+
+
+def test_a_rank_that_cannot_load_ends_the_others(tmp_path: Path) -> None:
+    command = ["sh", "-c", 'if [ "$RANK" = 1 ]; then exit 7; fi; cat > /dev/null; sleep 0']
+    with pytest.raises(EngineProcessError, match=r"rank 1 of 2\) ended with code 7"):
+        EngineClient(str(tmp_path / "x.sock"), command, num_ranks=2)

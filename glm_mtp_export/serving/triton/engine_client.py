@@ -67,19 +67,25 @@ def read_message(stream: Any) -> Message | None:
 
 
 class EngineClient:
-    """One connection to the engine process. Thread-safe. `command` starts the process; None: only connect, when needed."""
+    """One connection to the engine process. Thread-safe.
 
-    def __init__(self, path: str, command: Sequence[str] | None, on_metrics: OnEvent | None = None) -> None:
+    `command` starts the process, or one a card with `num_ranks` above 1 (as torchrun would; rank 0 serves, the others end
+    with it). None: only connect, when the first request comes.
+    """
+
+    def __init__(
+        self, path: str, command: Sequence[str] | None, on_metrics: OnEvent | None = None, num_ranks: int = 1
+    ) -> None:
         self._path = path
         self._on_metrics = on_metrics
         self._lock = threading.Lock()  # of the table and of writing
         self._receivers: dict[int, OnEvent] = {}
         self._next_id = 0
         self._connection: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._reader: threading.Thread | None = None
         if command is not None:
-            self._start(command)
+            self._start(command, num_ranks)
 
     def submit(self, message: Message, on_event: OnEvent) -> int:
         """Send a request. `on_event` gets its events on the reader's thread; the last has "final" true."""
@@ -106,7 +112,7 @@ class EngineClient:
                     write_message(self._connection, {"type": "abort", "id": request_id})
 
     def close(self) -> None:
-        """End the connection, and the process if this client started it. Open requests get their error first."""
+        """End the connection, and the processes if this client started them. Open requests get their error first."""
         with self._lock:
             connection, self._connection = self._connection, None
         if connection is not None:
@@ -114,27 +120,42 @@ class EngineClient:
                 connection.shutdown(socket.SHUT_RDWR)
         if self._reader is not None:
             self._reader.join()
-        if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()  # the process ends itself when this pipe does, also if we crash
-            try:
-                self._process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        self._end_processes()
 
-    def _start(self, command: Sequence[str]) -> None:
+    def _end_processes(self) -> None:
+        for process in self._processes:
+            if process.stdin is not None:
+                process.stdin.close()  # rank 0 ends itself when this pipe does, also if we crash
+        deadline = time.monotonic() + _STOP_SECONDS
+        for process in self._processes:
+            try:
+                process.wait(max(deadline - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._processes.clear()
+
+    def _start(self, command: Sequence[str], num_ranks: int) -> None:
         # Triton's own variables would lead another interpreter astray.
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")}
         if os.path.exists(self._path):
             os.unlink(self._path)
-        self._process = subprocess.Popen([*command, "--socket", self._path], stdin=subprocess.PIPE, env=environment)
+        port = str(_free_port()) if num_ranks > 1 else ""
+        for rank in range(num_ranks):
+            if num_ranks > 1:
+                environment |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
+                environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            stdin = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+            process = subprocess.Popen([*command, "--socket", self._path], stdin=stdin, env=environment)
+            self._processes.append(process)
         while True:  # loading a large model takes as long as it takes
-            if self._process.poll() is not None:
-                raise EngineProcessError(
-                    f"The engine process ended with code {self._process.returncode} while loading; "
-                    "its messages are in Triton's log above."
-                )
+            for rank, process in enumerate(self._processes):
+                if process.poll() is not None:
+                    self._end_processes()
+                    raise EngineProcessError(
+                        f"The engine process (rank {rank} of {num_ranks}) ended with code {process.returncode} while "
+                        "loading; its messages are in Triton's log above."
+                    )
             try:
                 with self._lock:
                     self._connect()
@@ -181,3 +202,16 @@ class EngineClient:
         text = "The engine process ended; Triton's log has its last words. Reload the model."
         for receiver in receivers.values():
             receiver({"type": "error", "code": "unavailable", "message": text, "final": True})
+
+
+def _free_port() -> int:
+    """A port whose successor is free too: the ranks meet one above MASTER_PORT."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port

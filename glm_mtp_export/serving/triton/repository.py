@@ -44,7 +44,7 @@ def write_repository(
     .tar.gz that Triton's stub uses (numpy before 2 for servers up to 24.12); without it the stub's default is used.
     """
     engine = Path(engine_dir).resolve()
-    Manifest.load(engine)
+    manifest = Manifest.load(engine)
     Tokenizer.load(engine)
     if not _NAME.fullmatch(model_name):
         raise OptionError(f"model name {model_name!r}: use letters, digits, '_', '.' and '-' only.")
@@ -52,6 +52,7 @@ def write_repository(
         "engine_dir": str(engine),
         "backend": backend,
         "max_sequences": str(max_sequences),
+        "num_ranks": str(manifest.parallel.tensor_parallel_size),
         "engine_python": engine_python or sys.executable,
     }
     if execution_environment is not None:

@@ -58,7 +58,8 @@ class TritonPythonModel:
             command += ["--engine-dir", parameters["engine_dir"], "--backend", parameters["backend"]]
             command += ["--max-sequences", parameters["max_sequences"]]
         self._metrics = _Metrics(self._name) if self._is_streaming else None
-        self._client = engine_client.EngineClient(path, command, self._metrics.update if self._metrics else None)
+        on_metrics = self._metrics.update if self._metrics else None
+        self._client = engine_client.EngineClient(path, command, on_metrics, int(parameters["num_ranks"]))
         self._watcher = threading.Thread(target=self._watch_cancellations, name="cancellations", daemon=True)
         self._watcher.start()
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from glm_mtp_export.errors import GlmMtpError, RequestError
+from glm_mtp_export.runtime.rank_place import place_from_environment
 from glm_mtp_export.runtime.runtime import Runtime
 from glm_mtp_export.serving.front import Event, Front, QueueFullError, UnavailableError
 from glm_mtp_export.serving.served_model import ServedModel
@@ -200,6 +201,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="glm-mtp engine: %(levelname)s %(name)s: %(message)s")
     try:
+        if place_from_environment() is not None:
+            from glm_mtp_export.runtime.sessions.rank import follow_artifact
+
+            if follow_artifact(options.engine_dir, options.backend):
+                return 0  # another rank than 0: it has worked for rank 0 until the end
         runtime = Runtime.load(options.engine_dir, backend=options.backend)
         model = ServedModel.load(options.engine_dir, options.engine_dir.name, runtime.tokenizer)
     except GlmMtpError as error:
