@@ -439,11 +439,16 @@ def serve(artifact: Path, host: str, port: int, backend: str, model_name: str | 
 @click.argument("artifact", type=_DIRECTORY)
 @click.option("-o", "--output", type=_DIRECTORY, required=True, help="Model repository to write.")
 @click.option("--backend", default="onnxruntime", show_default=True)
-def triton(artifact: Path, output: Path, backend: str) -> None:
+@click.option("--model-name", default="glm_mtp", show_default=True, help="Streaming model; the other adds _generate.")
+@click.option("--max-sequences", type=int, default=512, show_default=True, help="Running and waiting requests.")
+@click.option(
+    "--execution-environment", type=_DIRECTORY, default=None, help="Folder or .tar.gz for Triton's Python stub."
+)
+def triton(artifact: Path, output: Path, **options: Any) -> None:
     """Write a Triton Inference Server model repository."""
     from glm_mtp_export.serving.triton import write_repository
 
-    write_repository(artifact, output, backend=backend)
+    write_repository(artifact, output, **options)
     click.echo(f"{output}: start it with tritonserver --model-repository {output}")
 
 
