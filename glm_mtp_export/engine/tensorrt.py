@@ -51,6 +51,7 @@ __all__ = [
 ]
 
 _WARNING = 2  # the toolchain's severity
+_TENSOR = re.compile(r"\{ Name: ([^,]*), Dimensions: \[([-\d,]+)\], Strides: \[([-\d,]+)\]")
 # What TensorRT-RTX compiles for: the oldest target with the types that the graph uses. Newer cards run it.
 _RTX_TARGET, _RTX_TARGET_FP8 = ("SM80", "8.0"), ("SM89", "8.9")
 
@@ -114,6 +115,7 @@ def build(
     plan, seconds = _built(toolchain, step, bytes_as_int8(model), manifest, profile, timing_cache)
     lines = toolchain.lines[first_line:]
     _refuse_copies(lines)
+    _refuse_strides(lines)
     engine = _engine_manifest(toolchain, manifest, profile, library, report, check_only)
     directory = engine_directory(artifact, profile.backend)
     if not check_only:
@@ -245,10 +247,50 @@ def _refuse_copies(lines: list[LogLine]) -> None:
         )
 
 
+def strided_tensors(lines: list[LogLine]) -> list[str]:
+    """Tensors of plugin layers whose rows do not follow one another, as `layer: tensor [extents] strides [strides]`.
+
+    Plugins take linear tensors and are told no strides, yet TensorRT-RTX lets them write straight into a part of a
+    concatenation's result (measured with 1.6.1): every row but the first lands in the wrong place.
+    """
+    found = []
+    for layer in re.finditer(
+        r"^Name: (.*?), LayerType: (?:custom_layer|PluginV3),(.*)$", _layer_listing(lines), re.MULTILINE
+    ):
+        for name, extents, strides in re.findall(_TENSOR, layer[2]):
+            if not _is_dense([int(e) for e in extents.split(",")], [int(s) for s in strides.split(",")]):
+                found.append(f"{layer[1]}: {name} [{extents}] strides [{strides}]")
+    return found
+
+
+def _is_dense(extents: list[int], strides: list[int]) -> bool:
+    """Row-major without gaps, as far as the extents are known: -1 is a dynamic one."""
+    expected = 1
+    for extent, stride in zip(reversed(extents), reversed(strides), strict=True):
+        if extent != 1 and stride != expected:
+            return False
+        if extent < 0:
+            return True
+        expected *= extent
+    return True
+
+
+def _refuse_strides(lines: list[LogLine]) -> None:
+    if strided := strided_tensors(lines):
+        listing = "\n".join(f"  {text}" for text in strided)
+        raise EngineError(
+            f"the builder gives plugins tensors with gaps, which they cannot see:\n{listing}\n"
+            "A plugin must not feed a Concat or read a Slice; export the checkpoint again with this release."
+        )
+
+
+def _layer_listing(lines: list[LogLine]) -> str:
+    return next((line.text for line in reversed(lines) if line.text.startswith("Layers:")), "")
+
+
 def engine_layers(lines: list[LogLine]) -> tuple[EngineLayer, ...]:
     """The layers of the engine from the builder's detailed log. Empty when this toolchain does not print them."""
-    listing = next((line.text for line in reversed(lines) if line.text.startswith("Layers:")), "")
-    found = re.findall(r"^Name: (.*?), LayerType: (\w+)", listing, re.MULTILINE)
+    found = re.findall(r"^Name: (.*?), LayerType: (\w+)", _layer_listing(lines), re.MULTILINE)
     return tuple(EngineLayer(name, kind) for name, kind in found)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from glm_mtp_export import ops
 from glm_mtp_export.config import ModelConfig
 from glm_mtp_export.graph.attention import Caches, Rows
-from glm_mtp_export.graph.target import decoder_layer, embedded
+from glm_mtp_export.graph.target import decoder_layer
 from glm_mtp_export.graph.weights import Weights
 
 __all__ = ["draft_tokens"]
@@ -35,9 +35,8 @@ def _draft_layer(
     """
     scope = weights.scope("draft.layers.0")
     table = scope["embed"] if "embed" in scope else weights["target.embed"]
-    token_half = ops.rms_norm(embedded(table, token_ids), scope["enorm"], config.rms_norm_eps, 0)
-    hidden_half = ops.rms_norm(hidden, scope["hnorm"], config.rms_norm_eps, 0)
-    joined = scope.linear("eh_proj", torch.cat((token_half, hidden_half), dim=1))
+    halves = ops.draft_input(table, token_ids, hidden, scope["enorm"], scope["hnorm"], config.rms_norm_eps)
+    joined = scope.linear("eh_proj", halves)
     slot = 0 if selection is None else None
     return decoder_layer(config, scope, None, joined, rows, caches, "draft", 0, slot, selection, True, kept_rows)
 

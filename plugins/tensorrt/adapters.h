@@ -14,6 +14,7 @@ int enqueueShiftRows(Call const& call);
 int enqueueRmsNorm(Call const& call);
 int enqueueAddRmsNorm(Call const& call);
 int enqueueSiluMul(Call const& call);
+int enqueueDraftInput(Call const& call);
 
 size_t workspaceLinear(Call const& call);
 int enqueueLinear(Call const& call);

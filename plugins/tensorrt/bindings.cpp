@@ -12,6 +12,7 @@ std::vector<Binding> const& bindings()
         {"GlmRmsNorm", nullptr, enqueueRmsNorm},
         {"GlmAddRmsNorm", nullptr, enqueueAddRmsNorm},
         {"GlmSiluMul", nullptr, enqueueSiluMul},
+        {"GlmDraftInput", nullptr, enqueueDraftInput},
         {"GlmLinear", workspaceLinear, enqueueLinear},
         {"GlmLinearFp8", workspaceLinearFp8, enqueueLinearFp8},
         {"GlmIndexer", workspaceIndexer, enqueueIndexer},

@@ -28,4 +28,12 @@ int enqueueSiluMul(Call const& call)
         call.input(slots::GlmSiluMul::In::x), call.output(Out::y), call.out(Out::y, 0), call.out(Out::y, 1), call.stream);
 }
 
+int enqueueDraftInput(Call const& call)
+{
+    using In = slots::GlmDraftInput::In;
+    return glm_draft_input(call.input(In::table), call.input<int32_t>(In::token_ids), call.input(In::hidden),
+        call.input(In::token_norm), call.input(In::hidden_norm), call.output(slots::GlmDraftInput::Out::joined),
+        call.in(In::hidden, 0), call.in(In::table, 0), call.in(In::hidden, 1), call.real("eps"), call.stream);
+}
+
 } // namespace glm

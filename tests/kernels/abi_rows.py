@@ -82,6 +82,17 @@ def add_rms_norm(
     return y, total
 
 
+def draft_input(
+    table: torch.Tensor, token_ids: torch.Tensor, hidden: torch.Tensor, token_norm: torch.Tensor,
+    hidden_norm: torch.Tensor, eps: float,
+) -> torch.Tensor:  # fmt: skip
+    """bf16 [V,D], i32 [T], bf16 [T,D], [D], [D] -> [T,2D]."""
+    rows, width = hidden.shape
+    out = GuardedBuffer((rows, 2 * width), torch.bfloat16)
+    call("glm_draft_input", table, token_ids, hidden, token_norm, hidden_norm, out.tensor, rows, len(table), width, eps)
+    return _finish([out])[0]
+
+
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """bf16 [T,2I] -> [T,I]."""
     out = GuardedBuffer((x.shape[0], x.shape[1] // 2), torch.bfloat16)

@@ -140,3 +140,23 @@ def test_norm_refusals() -> None:
         abi_rows.rms_norm(x, weight, 1e-5)
     with pytest.raises(abi_rows.KernelError, match="inside the row"):
         abi_rows.rms_norm(x, torch.zeros(32, device="cuda").bfloat16(), 1e-5, 40)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 256), (4, 6144), (3, 16384)])
+def test_draft_input(rows: int, width: int) -> None:
+    table = (torch.randn(11, width, device="cuda") * 50).bfloat16()
+    hidden = torch.randn(rows, width, device="cuda").bfloat16()
+    token_norm, hidden_norm = (torch.randn(width, device="cuda").bfloat16() for _ in range(2))
+    token_ids = torch.arange(rows, device="cuda", dtype=torch.int32) * 4 % 11
+    found = abi_rows.draft_input(table, token_ids, hidden, token_norm, hidden_norm, 1e-5)
+    assert torch.equal(found[:, :width], abi_rows.rms_norm(table[token_ids.long()], token_norm, 1e-5))
+    assert torch.equal(found[:, width:], abi_rows.rms_norm(hidden, hidden_norm, 1e-5))
+
+
+def test_draft_input_of_a_token_outside_the_vocabulary_is_zero() -> None:
+    table, hidden = (torch.ones(2, 64, device="cuda").bfloat16() for _ in range(2))
+    norm = torch.ones(64, device="cuda").bfloat16()
+    token_ids = torch.tensor([-1, 2], device="cuda", dtype=torch.int32)
+    found = abi_rows.draft_input(table, token_ids, hidden, norm, norm, 1e-5)
+    assert bool((found[:, :64] == 0).all())
+    assert bool((found[:, 64:] == 1).all())

@@ -134,6 +134,11 @@ CASES: dict[str, Callable[[np.random.Generator], Case]] = {
     "GlmStepRows": _step_rows,
     "GlmRmsNorm": _simple("GlmRmsNorm", [(5, 12), (6,)], eps=1e-5, column_offset=4),
     "GlmAddRmsNorm": _simple("GlmAddRmsNorm", [(5, 12), (5, 12), (12,)], eps=1e-5),
+    "GlmDraftInput": lambda rng: Case(
+        "GlmDraftInput",
+        (_floats(rng, 9, 12), np.array([8, 0, 0, 5], np.int32), _floats(rng, 4, 12), *_floats(rng, 2, 12)),
+        {"eps": 1e-5},
+    ),
     "GlmLinear": _simple("GlmLinear", [(5, 12), (7, 12)], to_f32=1),
     "GlmLinearFp8": lambda rng: Case(
         "GlmLinearFp8", (_floats(rng, 5, 160), _bytes(rng, 144, 160), _floats(rng, 2, 2)), {"to_f32": 0}

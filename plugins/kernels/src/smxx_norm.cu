@@ -6,26 +6,15 @@
 #include <cuda_bf16.h>
 
 #include "bf16_vector.cuh"
+#include "block_sum.cuh"
 #include "refusal.h"
 
 namespace {
 
 using glm::Bf16x8;
+using glm::block_sum;
 
 constexpr int kMaxWidth = 16384;
-
-// Sum over the block, the same order for every launch; `scratch` has one float a warp.
-__device__ float block_sum(float value, float* scratch) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
-  if (lane == 0) scratch[warp] = value;
-  __syncthreads();
-  float total = lane < num_warps ? scratch[lane] : 0.f;
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(0xffffffffu, total, offset);
-  return total;
-}
 
 // One block a row; each thread keeps its kVectors groups of 8 columns in registers between the two passes.
 template <int kVectors, bool kAdd>
