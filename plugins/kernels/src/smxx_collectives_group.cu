@@ -124,7 +124,8 @@ void share_direct_memory(cudaStream_t stream) {
   // Everybody has mapped everything before anybody writes; and what all have seen working, all use.
   if (all_agree(ready, stream) && all_agree(exchange_works(stream), stream)) {
     group.has_direct = true;
-    group.direct_bytes = glm::kDirectBytes;
+    const int64_t each = glm::kDirectBytesToAll / (group.num_ranks - 1) / 16 * 16;
+    group.direct_bytes = each < glm::kDirectBytes ? each : glm::kDirectBytes;
   } else {
     release_direct_memory();
   }

@@ -2,8 +2,8 @@
 //
 // Owns: GlmAllReduce, GlmAllGatherColumns, GlmHeadBest, GlmBestOfRanks, and the process's place in its group. One process
 // drives one card. Large payloads go through NCCL, whose library (libnccl.so.2) is opened by the first call that needs it:
-// this library loads without it. Payloads up to 512 KiB a rank between cards of one host that can write into each other's
-// memory, which is tried when the group is joined, go through a kernel of ours: one launch, one hop.
+// this library loads without it. Payloads up to 512 KiB a rank (292 KiB with eight ranks) between cards of one host that can
+// write into each other's memory, which is tried when the group is joined, go through a kernel of ours: one launch, one hop.
 //
 // Sums are added in rank order in fp32 and rounded once, so every rank has the same bits, and a row has the same bits in
 // every batch. All ranks must make the same calls in the same order on one stream. Capturable in a CUDA graph once a
