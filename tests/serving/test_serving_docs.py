@@ -53,3 +53,8 @@ def test_commands_exist(nano_artifact: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["triton", str(nano_artifact), "-o", str(tmp_path / "model_repository")])
     assert done.exit_code == 0, done.output
     assert (tmp_path / "model_repository" / "glm_mtp" / "config.pbtxt").is_file()
+    options = ["--model-name", "mine", "--max-sequences", "7", "--execution-environment", str(tmp_path / "env")]
+    done = CliRunner().invoke(main, ["triton", str(nano_artifact), "-o", str(tmp_path / "other"), *options])
+    assert done.exit_code == 0, done.output
+    config = (tmp_path / "other" / "mine_generate" / "config.pbtxt").read_text(encoding="utf-8")
+    assert '"7"' in config and f'"{tmp_path / "env"}"' in config
