@@ -132,7 +132,9 @@ def step_inputs(
         TensorSpec("draft_tokens", i32, ("B", speculation.draft_width), "proposals of the previous call"),
         TensorSpec("cache_lengths", i32, ("B",), "valid positions before the call, in all four caches"),
         TensorSpec("block_table", i32, ("B", "P"), "pages of each request, shared by all four caches"),
-        TensorSpec("next_prompt_token", i32, ("B",), "chunked prefill: the true next prompt token; -1: the sampled one"),
+        TensorSpec(
+            "next_prompt_token", i32, ("B",), "chunked prefill: the true next prompt token; -1: the sampled one"
+        ),
         TensorSpec("temperature", f32, ("B",), "below 1e-5: argmax"),
         TensorSpec("top_k", i32, ("B",), "0 or less: no limit"),
         TensorSpec("top_p", f32, ("B",), "1: no limit"),
@@ -170,9 +172,13 @@ def step_outputs(speculation: SpeculationConfig, caches: tuple[CacheSpec, ...]) 
         TensorSpec("next_tokens", "int32", ("B",), "the token after them; -1: the request's logits held a NaN"),
     ]
     if speculation.num_speculative_tokens:
-        specs.append(TensorSpec("next_draft_tokens", "int32", ("B", speculation.num_speculative_tokens), "new proposals"))
+        specs.append(
+            TensorSpec("next_draft_tokens", "int32", ("B", speculation.num_speculative_tokens), "new proposals")
+        )
     if num >= 0:
-        specs.append(TensorSpec("committed_logprobs", "float32", ("B", slots), "target log-softmax of committed tokens"))
+        specs.append(
+            TensorSpec("committed_logprobs", "float32", ("B", slots), "target log-softmax of committed tokens")
+        )
     if num > 0:
         specs.append(TensorSpec("top_ids", "int32", ("B", slots, num), "the most likely tokens of each slot"))
         specs.append(TensorSpec("top_logprobs", "float32", ("B", slots, num), "their log-probabilities"))
@@ -195,8 +201,14 @@ class WeightEntry:
     sources: tuple[str, ...]
     component: str = "values"  # values, block_scale, group_scale, global_scale
     format: str = "plain"  # of the stored values: plain, fp8_block, nvfp4
+    rounded_to: str = ""  # portable: bfloat16, fp8_block, nvfp4 if the float32 values were rounded to it; "": as stored
     layout: int = 0  # version of the plugin's re-layout; 0: row-major
     shard_axis: int | None = None
+
+    @property
+    def precision(self) -> str:
+        """What the values have been rounded to: float32, bfloat16, fp8_block or nvfp4."""
+        return self.rounded_to or (self.dtype if self.format == "plain" else self.format)
 
     @property
     def num_bytes(self) -> int:
@@ -260,7 +272,9 @@ class Manifest:
     toolchain: Mapping[str, str] = field(default_factory=dict)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint_notices: tuple[str, ...] = ()  # what was odd about the checkpoint, as `inspect` says it
-    kv_scales: Mapping[str, float | None] = field(default_factory=dict)  # in the checkpoint, not used: caches scale themselves
+    kv_scales: Mapping[str, float | None] = field(
+        default_factory=dict
+    )  # in the checkpoint, not used: caches scale themselves
     conversion_errors: tuple[ConversionError, ...] = ()  # empty: every stored value is in the graph as it was
     format_version: int = FORMAT_VERSION
 
@@ -292,7 +306,9 @@ class Manifest:
         except ArtifactError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ArtifactError(f"{where}: not a manifest of this release ({error}). Export the checkpoint again.") from error
+            raise ArtifactError(
+                f"{where}: not a manifest of this release ({error}). Export the checkpoint again."
+            ) from error
 
     @classmethod
     def load(cls, directory: Path) -> Manifest:
@@ -301,7 +317,9 @@ class Manifest:
         try:
             return cls.from_json(path.read_text(encoding="utf-8"), str(path))
         except (OSError, UnicodeDecodeError) as error:
-            raise ArtifactError(f"{path}: cannot be read ({error}). Give the directory that 'glm-mtp export' wrote.") from error
+            raise ArtifactError(
+                f"{path}: cannot be read ({error}). Give the directory that 'glm-mtp export' wrote."
+            ) from error
 
     def verify_files(self, directory: Path) -> None:
         """Compare each recorded file's size and digest with the disk; all differences in one ArtifactError."""
