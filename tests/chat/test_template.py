@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+import glm_mtp_export
 import glm_mtp_export.chat.template as template_module
 from glm_mtp_export.chat.template import ChatTemplate, messages_for_template
 from glm_mtp_export.errors import CheckpointError, RequestError
 from glm_mtp_export.runtime.tokenizer import Tokenizer
+
+NANO = Path(glm_mtp_export.__file__).parent / "data" / "glm52-nano"
 
 TOOLS = [
     {
@@ -68,6 +71,26 @@ def test_renders_what_transformers_renders(
             CONVERSATIONS[name], tools=tools, add_generation_prompt=generation, tokenize=False, **variables
         )
         assert template.render(CONVERSATIONS[name], tools, add_generation_prompt=generation, **variables) == expected
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {"enable_thinking": False}, {"clear_thinking": False, "reasoning_effort": "high"}]
+)
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_nano_prompts_have_the_ids_transformers_gives_them(
+    name: str, tools: list[dict[str, Any]] | None, variables: dict[str, Any]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(NANO)
+    tokenizer = Tokenizer.load(NANO)
+    ours = ChatTemplate.load(NANO, tokenizer).render(CONVERSATIONS[name], tools, **variables)
+    options = {"tools": tools, "add_generation_prompt": True, **variables}
+    assert ours == theirs.apply_chat_template(CONVERSATIONS[name], tokenize=False, **options)
+    ids = tokenizer.encode(ours)
+    assert ids == theirs.apply_chat_template(CONVERSATIONS[name], tokenize=True, return_dict=False, **options)
+    pair = [tokenizer.require_id("[gMASK]"), tokenizer.require_id("<sop>")]
+    assert ids[:2] == pair and not set(pair) & set(ids[2:])
 
 
 FEATURES = """{%- for m in messages %}

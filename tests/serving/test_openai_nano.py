@@ -147,6 +147,22 @@ def test_completions_are_the_runtimes(server: RunningServer, stream: bool) -> No
         assert list(pool.map(ask, prompts)) == expected
 
 
+def test_after_cancelled_streams_answers_are_those_of_a_fresh_engine(
+    server: RunningServer, nano_artifact: Path
+) -> None:
+    for text in ("What is 4321 + 879?", "Hello!", "What is 17 + 25?"):
+        with chat(server, user(text), stream=True, extra_body={"ignore_eos": True}, max_tokens=1000) as chunks:
+            for _ in range(2):
+                next(iter(chunks))
+    wait_until(server.is_idle)
+    prompts = [f"What is {i} + 58?" for i in range(6)]
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    with Runtime.load(nano_artifact) as fresh:
+        expected = [result.text for result in fresh.generate(prompts, params)]
+    body = {"prompt": prompts, "temperature": 0.0, "max_tokens": 24}
+    assert [c["text"] for c in server.post("/v1/completions", body).json()["choices"]] == expected
+
+
 def test_log_probabilities_are_those_of_the_emitted_tokens(server: RunningServer) -> None:
     answer = chat(server, user("Hello!"), logprobs=True, top_logprobs=2)
     entries = answer.choices[0].logprobs.content
