@@ -34,7 +34,7 @@ def edited(tensor: Tensor, kind: str, dtype: str) -> Tensor:
         return Tensor(tensor.dtype, tensor.shape[::-1], raw)
     size = ITEM_BITS[tensor.dtype] // 8
     if kind == "cut":
-        return Tensor(tensor.dtype, (1,), raw[:size])
+        return Tensor(tensor.dtype, (1,), np.resize(raw, size))  # an empty one gets a zero
     return Tensor(tensor.dtype, (0, *tensor.shape[1:]), raw[:0])
 
 
@@ -63,10 +63,10 @@ def test_any_edit_is_read_exactly_or_refused(
     root = tmp_path_factory.mktemp("fuzz")
     write_synthetic(root, layout=layout, edit=edit, **SIZES)
     plain = CheckpointView.open(_plain(tmp_path_factory, layout))
-    inspect_report(root).to_json()
     try:
+        inspect_report(root).to_json()
         view = CheckpointView.open(root)
-        plan = weight_plan(view, "portable", "bfloat16", view.has_draft)
+        plan = weight_plan(view, "portable", None, view.has_draft)
         found = {e.name: (e, materialise(view, e)) for e in plan}
     except GlmMtpError as error:
         assert str(root) in str(error) and "\n" not in str(error)

@@ -23,7 +23,7 @@ def opened(directory: Path, edit: Edit | None = None, **options: Any) -> Checkpo
 
 
 def portable(view: CheckpointView, with_draft: bool = True) -> dict[str, bytes]:
-    return {e.name: materialise(view, e).tobytes() for e in weight_plan(view, "portable", "bfloat16", with_draft)}
+    return {e.name: materialise(view, e).tobytes() for e in weight_plan(view, "portable", None, with_draft)}
 
 
 def dropping(*names: str) -> Edit:
@@ -78,7 +78,7 @@ def test_missing_indexer_tensor_of_the_mtp_layer_refuses_only_the_draft(tmp_path
     view = opened(tmp_path, dropping("model.layers.6.self_attn.indexer.k_norm.bias"))
     assert not view.has_draft
     with pytest.raises(CheckpointError, match=r"missing: model\.layers\.6\.self_attn\.indexer\.k_norm\.bias"):
-        weight_plan(view, "portable", "bfloat16", with_draft=True)
+        weight_plan(view, "portable", None, with_draft=True)
     assert portable(view, with_draft=False).keys() >= {"target.layers.5.moe.w2"}
 
 
@@ -98,7 +98,7 @@ def test_stray_indexers_in_shared_layers_are_unused_with_one_notice(tmp_path: Pa
 @pytest.mark.parametrize("trunk", [4, 8, 12])
 def test_mtp_layer_owns_one_indexer_at_any_depth(tmp_path: Path, trunk: int) -> None:
     view = opened(tmp_path, num_hidden_layers=trunk)
-    names = [e.name for e in weight_plan(view, "portable", "bfloat16", True)]
+    names = [e.name for e in weight_plan(view, "portable", None, True)]
     assert [n for n in names if n.startswith("draft.") and n.endswith("wq_b")] == ["draft.layers.0.indexer.wq_b"]
     assert len([n for n in names if n.startswith("target.") and n.endswith("wq_b")]) == len(view.config.full_layers)
 
@@ -156,7 +156,7 @@ def test_promised_mtp_layer_that_is_absent_refuses_and_the_target_alone_works(tm
     view = opened(tmp_path, with_draft=False)
     assert not view.has_draft
     with pytest.raises(CheckpointError, match=r"config.json says 1 MTP layer, layer 6 is not in any file.*--num-spec"):
-        weight_plan(view, "portable", "bfloat16", with_draft=True)
+        weight_plan(view, "portable", None, with_draft=True)
     assert not any(name.startswith("draft.") for name in portable(view, with_draft=False))
 
 
@@ -164,7 +164,7 @@ def test_config_without_mtp_modules_refuses_a_draft(tmp_path: Path) -> None:
     view = opened(tmp_path, num_nextn_predict_layers=0)
     assert not view.has_draft and view.draft_problems == ()
     with pytest.raises(CheckpointError, match="num_nextn_predict_layers is 0"):
-        weight_plan(view, "portable", "bfloat16", with_draft=True)
+        weight_plan(view, "portable", None, with_draft=True)
 
 
 def test_renamed_expert_refuses_with_both_names(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_tied_head_uses_the_embedding(tmp_path: Path) -> None:
     tied = opened(tmp_path / "tied", tie_word_embeddings=True)
     weights = portable(tied)
     assert weights["target.lm_head"] == weights["target.embed"]
-    plan = {e.name: e for e in weight_plan(tied, "portable", "bfloat16", True)}
+    plan = {e.name: e for e in weight_plan(tied, "portable", None, True)}
     assert plan["target.lm_head"].sources == plan["target.embed"].sources
     with pytest.raises(CheckpointError, match="missing: lm_head"):
         opened(tmp_path / "untied", dropping("lm_head.weight"))

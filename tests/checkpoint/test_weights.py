@@ -11,13 +11,16 @@ import pytest
 import stored_reference as reference
 
 from glm_mtp_export.checkpoint import CheckpointView, materialise, parts, weight_plan, weights, write_entry
+from glm_mtp_export.checkpoint.conversion import conversion_errors
 from glm_mtp_export.checkpoint.formats import StoredWeight
 from glm_mtp_export.checkpoint.index import TensorInfo, TensorStore
 from glm_mtp_export.checkpoint.numeric import bf16_to_f32
+from glm_mtp_export.checkpoint.plan import DTYPES
 from glm_mtp_export.checkpoint.sharding import rank_cut, rank_entry
 from glm_mtp_export.checkpoint.synthetic import FORMATS, T6_CONFIG, Tensor, write_synthetic
 from glm_mtp_export.config import ParallelConfig
-from glm_mtp_export.errors import CheckpointError
+from glm_mtp_export.demo import nano_checkpoint
+from glm_mtp_export.errors import CheckpointError, OptionError
 
 BLOCK = (16, 16)
 
@@ -28,7 +31,7 @@ def expected_weights(directory: Path, block: tuple[int, int] = BLOCK) -> dict[st
 
 def check_portable(view: CheckpointView, expected: dict[str, reference.F64], bound: float = 2.0**-23) -> None:
     """Names equal; each value within `bound` relative: two float32 roundings (code x scale, x global scale)."""
-    plan = weight_plan(view, "portable", "bfloat16", with_draft=True)
+    plan = weight_plan(view, "portable", None, with_draft=True)
     assert sorted(e.name for e in plan) == sorted(expected)
     for entry in plan:
         found = materialise(view, entry)
@@ -47,7 +50,7 @@ def test_packed_and_per_expert_layouts_give_the_same_bits(tmp_path: Path) -> Non
     per_expert = CheckpointView.open(write_synthetic(tmp_path / "a"))
     packed = CheckpointView.open(write_synthetic(tmp_path / "b", packed=True))
     assert packed.packed_experts and not per_expert.packed_experts
-    for entry in weight_plan(per_expert, "portable", "bfloat16", True):
+    for entry in weight_plan(per_expert, "portable", None, True):
         assert np.array_equal(materialise(per_expert, entry), materialise(packed, entry)), entry.name
 
 
@@ -84,7 +87,7 @@ def test_gate_and_up_keep_their_own_global_scales(tmp_path: Path) -> None:
                 tensors[f"{prefix}.weight_scale_2"].bits[...] = overall
 
         view = CheckpointView.open(write_synthetic(tmp_path / f"{gate}", layout="nvfp4", edit=edit))
-        plan = {e.name: e for e in weight_plan(view, "portable", "bfloat16", False)}
+        plan = {e.name: e for e in weight_plan(view, "portable", None, False)}
         w13 = materialise(view, plan["target.layers.1.moe.w13"])[0]
         assert (w13[:32] == gate).all() and (w13[32:] == up).all()
         device = {e.name: e for e in weight_plan(view, "device", "float4_e2m1fnx2", False)}
@@ -104,7 +107,7 @@ def test_global_scale_multiplies_or_divides_by_dialect(tmp_path: Path, layout: s
         tensors[f"{prefix}.{name}"].bits[...] = overall
 
     view = CheckpointView.open(write_synthetic(tmp_path, layout=layout, edit=edit))
-    plan = {e.name: e for e in weight_plan(view, "portable", "bfloat16", False)}
+    plan = {e.name: e for e in weight_plan(view, "portable", None, False)}
     w2 = materialise(view, plan["target.layers.1.moe.w2"])[0]
     assert (w2[:, 0::2] == -0.5).all() and (w2[:, 1::2] == 0.5).all()
 
@@ -148,7 +151,7 @@ def test_odd_row_windows_pick_the_right_blocks(tmp_path: Path) -> None:
 
 def test_small_pieces_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     view = CheckpointView.open(write_synthetic(tmp_path, layout="nvfp4"))
-    plan = weight_plan(view, "portable", "bfloat16", True)
+    plan = weight_plan(view, "portable", None, True)
     whole = [materialise(view, e).tobytes() for e in plan]
     monkeypatch.setattr(parts, "PIECE_BYTES", 700)
     for entry, expected in zip(plan, whole, strict=True):
@@ -160,7 +163,7 @@ def test_small_pieces_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_expert_stacks_are_written_without_holding_them(tmp_path: Path) -> None:
     view = CheckpointView.open(write_synthetic(tmp_path))
-    entry = next(e for e in weight_plan(view, "portable", "bfloat16", False) if e.name.endswith("1.moe.w13"))
+    entry = next(e for e in weight_plan(view, "portable", None, False) if e.name.endswith("1.moe.w13"))
     sizes = [piece.nbytes for piece in weights.pieces(view, entry)]
     assert len(sizes) == 16 and max(sizes) * 16 == entry.num_bytes
 
@@ -271,6 +274,87 @@ def test_conversion_to_nvfp4(tmp_path: Path, layout: str) -> None:
     assert formats["draft.layers.0.moe.w13"] == ("plain" if layout == "bf16" else "fp8_block")
 
 
+def float32_device(view: CheckpointView, dtype: str) -> dict[str, np.ndarray]:
+    """The device plan dequantised in float32 as kernels do: code x scale; for NVFP4 (e2m1 x group) x global."""
+    arrays = {e.name: (e, materialise(view, e)) for e in weight_plan(view, "device", dtype, True)}
+    found = {}
+    for name, (entry, bits) in arrays.items():
+        if entry.component != "values":
+            continue
+        if entry.format == "plain":
+            found[name] = bf16_to_f32(bits) if entry.dtype == "bfloat16" else bits
+        elif entry.format == "fp8_block":
+            codes = reference.decode("F8_E4M3", bits.tobytes(), list(bits.shape)).astype(np.float32)
+            rows, cols = (np.arange(n) // 128 for n in bits.shape[-2:])
+            found[name] = codes * arrays[f"{name}_scale"][1][..., rows[:, None], cols[None, :]]
+        else:
+            scale, overall = arrays[f"{name}_scale"][1], arrays[f"{name}_global"][1]
+            nibbles = np.stack([bits & 15, bits >> 4], -1).reshape(*bits.shape[:-1], -1)
+            codes = np.copysign(reference.E2M1[nibbles], np.where(nibbles & 8, -1.0, 1.0))  # code 8 is -0
+            groups = reference.decode("F8_E4M3", scale.tobytes(), list(scale.shape))
+            steps = (codes * np.repeat(groups, 16, axis=2)).astype(np.float32)
+            found[name] = steps * np.repeat(overall, bits.shape[1] // overall.shape[1], axis=1)[:, :, None]
+    return found
+
+
+def check_portable_rounds_as_the_device_does(view: CheckpointView, dtype: str) -> None:
+    expected, plan = float32_device(view, dtype), weight_plan(view, "portable", dtype, True)
+    assert [e.name for e in plan] == list(expected)
+    for entry in plan:
+        found = materialise(view, entry)
+        assert found.dtype == np.float32 and found.shape == entry.shape == expected[entry.name].shape, entry.name
+        assert (found.view(np.uint32) == expected[entry.name].view(np.uint32)).all(), entry.name
+        assert entry.rounded_to == "" or entry.rounded_to in ("bfloat16", "fp8_block", "nvfp4")
+    # what the conversion costs is stated alike in both dialects
+    device = weight_plan(view, "device", dtype, True)
+    assert conversion_errors(view, plan) == conversion_errors(view, device)
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp8", "nvfp4", "nvfp4-fp8-dense", "ct-fp8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_portable_weights_of_a_dtype_are_those_of_the_device(tmp_path: Path, layout: str, dtype: str) -> None:
+    write_synthetic(tmp_path, layout=layout, block=(128, 128), **WIDE)
+    check_portable_rounds_as_the_device_does(CheckpointView.open(tmp_path), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float4_e2m1fnx2"])
+def test_portable_weights_of_t6_are_those_of_the_device(tmp_path: Path, dtype: str) -> None:
+    check_portable_rounds_as_the_device_does(CheckpointView.open(write_synthetic(tmp_path)), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_portable_weights_of_the_shipped_model_are_those_of_the_device(dtype: str) -> None:
+    check_portable_rounds_as_the_device_does(CheckpointView.open(nano_checkpoint()), dtype)
+
+
+def test_rounding_changes_values_and_small_pieces_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    view = CheckpointView.open(write_synthetic(tmp_path, **WIDE))
+    for dtype in ("float8_e4m3fn", "float4_e2m1fnx2"):
+        plan = {e.name: e for e in weight_plan(view, "portable", dtype, True)}
+        stored = {e.name: e for e in weight_plan(view, "portable", None, True)}
+        name = "target.layers.1.moe.w13"
+        whole = materialise(view, plan[name])
+        assert (whole != materialise(view, stored[name])).any()
+        with monkeypatch.context() as patch:
+            patch.setattr(parts, "PIECE_BYTES", 700)
+            assert materialise(view, plan[name]).tobytes() == whole.tobytes()
+        parallel = ParallelConfig(2)
+        for rank in range(2):
+            cut = rank_cut(plan[name], parallel, rank)
+            expected = np.concatenate([np.take(whole, range(a, b), cut.axis) for a, b in cut.ranges], cut.axis)
+            assert np.array_equal(materialise(view, plan[name], parallel, rank), expected)
+
+
+def test_portable_rounding_refuses_what_the_device_cannot_hold(tmp_path: Path) -> None:
+    view = CheckpointView.open(write_synthetic(tmp_path))
+    with pytest.raises(CheckpointError, match=r"has 32 rows, FP8 stacking.*the portable dialect without --dtype\.$"):
+        weight_plan(view, "portable", "float8_e4m3fn", True)
+    with pytest.raises(OptionError, match="--dtype is 'int8', expected one of bfloat16"):
+        weight_plan(view, "portable", "int8", True)
+    with pytest.raises(OptionError, match="--dtype is None"):
+        weight_plan(view, "device", None, True)
+
+
 @pytest.mark.parametrize("layout", ["fp8", "nvfp4", "nvfp4-fp8-dense", "ct-nvfp4", "ct-fp8"])
 def test_conversion_to_bf16(tmp_path: Path, layout: str) -> None:
     write_synthetic(tmp_path, layout=layout, block=(128, 128), **WIDE)
@@ -298,7 +382,7 @@ def test_reading_a_fresh_array_leaves_the_file_alone(tmp_path: Path) -> None:
 
 def test_damage_found_by_a_reader_thread_reaches_the_caller(tmp_path: Path) -> None:
     view = CheckpointView.open(write_synthetic(tmp_path))
-    entry = next(e for e in weight_plan(view, "portable", "bfloat16", False) if e.name.endswith("4.moe.w2"))
+    entry = next(e for e in weight_plan(view, "portable", None, False) if e.name.endswith("4.moe.w2"))
     shard = view.weight("model.layers.4.mlp.experts.7.down_proj").values.file
     shard.write_bytes(shard.read_bytes()[:2000])
     with pytest.raises(CheckpointError, match=r"layers\.4\.mlp\.experts\.\d\.down_proj\.weight cannot be read"):
@@ -307,7 +391,7 @@ def test_damage_found_by_a_reader_thread_reaches_the_caller(tmp_path: Path) -> N
 
 def test_a_caller_that_stops_early_leaves_no_thread(tmp_path: Path) -> None:
     view = CheckpointView.open(write_synthetic(tmp_path))
-    entry = next(e for e in weight_plan(view, "portable", "bfloat16", False) if e.name.endswith("4.moe.w2"))
+    entry = next(e for e in weight_plan(view, "portable", None, False) if e.name.endswith("4.moe.w2"))
     before = threading.active_count()
     stream = weights.pieces(view, entry)
     next(stream)
@@ -317,7 +401,7 @@ def test_a_caller_that_stops_early_leaves_no_thread(tmp_path: Path) -> None:
 
 def test_fill_refuses_a_buffer_of_another_size(tmp_path: Path) -> None:
     view = CheckpointView.open(write_synthetic(tmp_path))
-    entry = weight_plan(view, "portable", "bfloat16", False)[0]
+    entry = weight_plan(view, "portable", None, False)[0]
     with pytest.raises(ValueError, match=r"target\.embed: buffer is uint8 \(3,\), expected uint8 \(81920,\)"):
         weights.fill(view, entry, np.empty(3, np.uint8))
 
