@@ -173,7 +173,12 @@ def inspect(checkpoint: Path, as_json: bool, hashes: Path | None) -> None:
 @click.argument("checkpoint", type=_DIRECTORY)
 @click.option("-o", "--output", type=_DIRECTORY, required=True, help="Artifact directory to write.")
 @click.option("--dialect", type=click.Choice(["portable", "device"]), default="portable", show_default=True)
-@click.option("--dtype", type=click.Choice(_DTYPES), default=None, help="Weight format; default: as stored.")
+@click.option(
+    "--dtype",
+    type=click.Choice(_DTYPES),
+    default=None,
+    help="Weight format; default: as stored. The portable dialect keeps float32, rounded as this format would.",
+)
 @click.option("--cache-dtype", type=str, default=None, help="device: bfloat16 (default) or float8_e4m3fn.")
 @click.option("--tensor-parallel-size", type=int, default=1, show_default=True)
 @click.option("--expert-parallel", is_flag=True, help="Whole experts per rank instead of slices of each.")

@@ -12,17 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from glm_mtp_export.artifact import ConversionError, WeightEntry
-from glm_mtp_export.checkpoint.formats import FP8_BLOCK_FORMAT, NVFP4, PLAIN
-from glm_mtp_export.checkpoint.numeric import (
-    F32,
-    FP8_BLOCK,
-    NVFP4_GROUP,
-    bf16_to_f32,
-    e2m1_to_f32,
-    e4m3_to_f32,
-    f32_to_bf16,
-    unpack_nibbles,
-)
+from glm_mtp_export.checkpoint.formats import FP8_BLOCK_FORMAT, NVFP4
 from glm_mtp_export.checkpoint.parts import Part, entry_parts
 from glm_mtp_export.checkpoint.view import CheckpointView
 from glm_mtp_export.checkpoint.weights import Progress
@@ -56,7 +46,7 @@ def conversion_errors(
             key = entry.name.partition(".")[0], _group(view, entry)
             total = sums.setdefault(key, _Sums(set(), set()))
             total.stored |= {part.weight.precision for part in parts}
-            total.converted.add(entry.dtype if entry.format == PLAIN else entry.format)
+            total.converted.add(entry.precision)
             total.num_values += sum(part.num_values for part in parts)
             for index in sorted({round(i) for i in np.linspace(0, len(parts) - 1, min(max_parts, len(parts)))}):
                 _measure(parts[index], entry, total)
@@ -79,11 +69,11 @@ def conversion_errors(
 
 def _is_exact(part: Part, entry: WeightEntry) -> bool:
     """Whether the stored values reach the graph unchanged by construction."""
-    if entry.format == NVFP4:
+    if entry.precision == NVFP4:
         return part.weight.format == NVFP4
-    if entry.format == FP8_BLOCK_FORMAT:
+    if entry.precision == FP8_BLOCK_FORMAT:
         return part.has_kernel_blocks
-    return entry.dtype == "float32" or part.weight.precision == entry.dtype
+    return entry.precision in ("float32", part.weight.precision)
 
 
 def _group(view: CheckpointView, entry: WeightEntry) -> str:
@@ -96,24 +86,9 @@ def _measure(part: Part, entry: WeightEntry, total: _Sums) -> None:
     worst = peak = 0.0
     for piece in part.cut(entry):
         stored = piece.weight.floats(piece.start, piece.stop)
-        difference = _decoded(piece, entry).astype(np.float64) - stored
+        difference = piece.rounded(entry.precision).astype(np.float64) - stored
         total.difference += float(np.square(difference).sum())
         total.magnitude += float(np.square(stored.astype(np.float64)).sum())
         worst, peak = max(worst, float(np.abs(difference).max())), max(peak, float(np.abs(stored).max()))
         total.num_measured += piece.num_values
     total.largest = max(total.largest, worst / peak if peak else 0.0)
-
-
-def _decoded(part: Part, entry: WeightEntry) -> F32:
-    """What the kernels will see."""
-    if entry.format == NVFP4:
-        codes, groups, overall = part.nvfp4()
-        steps = np.repeat(e4m3_to_f32(groups), NVFP4_GROUP, axis=1)
-        return e2m1_to_f32(unpack_nibbles(codes)) * steps * overall
-    if entry.format == FP8_BLOCK_FORMAT:
-        fp8_codes, scales = part.fp8()
-        rows, cols = (np.arange(n) // FP8_BLOCK for n in fp8_codes.shape)
-        return e4m3_to_f32(fp8_codes) * scales[rows[:, None], cols[None, :]]
-    if entry.dtype == "bfloat16":
-        return bf16_to_f32(f32_to_bf16(part.weight.floats(part.start, part.stop)))
-    return part.weight.floats(part.start, part.stop)

@@ -17,7 +17,18 @@ import numpy.typing as npt
 from glm_mtp_export.artifact import WeightEntry
 from glm_mtp_export.checkpoint.formats import FP8_BLOCK_FORMAT, NVFP4, StoredWeight
 from glm_mtp_export.checkpoint.names import expert_module
-from glm_mtp_export.checkpoint.numeric import F32, FP8_BLOCK, U8, quantise_fp8_blocks, quantise_nvfp4
+from glm_mtp_export.checkpoint.numeric import (
+    F32,
+    FP8_BLOCK,
+    NVFP4_GROUP,
+    U8,
+    bf16_to_f32,
+    e2m1_to_f32,
+    e4m3_to_f32,
+    quantise_fp8_blocks,
+    quantise_nvfp4,
+    unpack_nibbles,
+)
 from glm_mtp_export.checkpoint.sharding import Cut
 from glm_mtp_export.checkpoint.view import CheckpointView
 
@@ -44,9 +55,9 @@ class Part:
         """Smaller parts of about PIECE_BYTES, whole FP8 blocks each; NVFP4 needs the part's largest value, so it stays
         whole."""
         step = max(1, PIECE_BYTES // (4 * max(1, self.weight.num_columns)))
-        if entry.format == FP8_BLOCK_FORMAT:
+        if entry.precision == FP8_BLOCK_FORMAT:
             step = max(FP8_BLOCK, step // FP8_BLOCK * FP8_BLOCK)
-        elif entry.format == NVFP4:
+        if entry.precision == NVFP4 or (self.kept and self.kept[0] != slice(None)):
             step = max(1, self.stop - self.start)
         for start in range(self.start, self.stop, step):
             yield replace(self, start=start, stop=min(start + step, self.stop))
@@ -79,6 +90,20 @@ class Part:
             return np.array([weight.global_scale()], np.float32)
         return weight.codes(*rows) if component == "values" else weight.group_scales(*rows)
 
+    def rounded(self, precision: str) -> F32:
+        """The part as float32 after a conversion to `precision`: the values that kernels of that format work with."""
+        if precision == NVFP4:
+            packed, groups, overall = self.nvfp4()
+            # e2m1 * e4m3 is exact in float32, so only the last product rounds.
+            return e2m1_to_f32(unpack_nibbles(packed)) * np.repeat(e4m3_to_f32(groups), NVFP4_GROUP, axis=1) * overall
+        if precision == FP8_BLOCK_FORMAT:
+            codes, scales = self.fp8()
+            rows, columns = (np.arange(extent) // FP8_BLOCK for extent in codes.shape)
+            return e4m3_to_f32(codes) * scales[rows[:, None], columns[None, :]]
+        if precision == "bfloat16":
+            return bf16_to_f32(self.weight.bf16(self.start, self.stop))
+        return self.weight.floats(self.start, self.stop)
+
     def made(self, entry: WeightEntry) -> npt.NDArray[Any]:
         """This part of the graph weight; of stored codes and scales only the wanted ones are read."""
         whole = self._whole(entry)
@@ -92,7 +117,7 @@ class Part:
             if self.has_kernel_blocks:
                 return weight.codes(*rows) if entry.component == "values" else weight.kernel_scales(*rows)
             return self.fp8()[entry.component == "block_scale"]
-        return weight.bf16(*rows) if entry.dtype == "bfloat16" else weight.floats(*rows)
+        return weight.bf16(*rows) if entry.dtype == "bfloat16" else self.rounded(entry.precision)
 
 
 def entry_parts(view: CheckpointView, entry: WeightEntry) -> Iterator[Part]:
@@ -154,7 +179,8 @@ def _made_rows(part: Part, entry: WeightEntry) -> int:
 
 def _rows_of(part: Part, entry: WeightEntry, begin: int, end: int) -> Part:
     """Rows [begin, end) of what a part makes."""
-    if entry.format == NVFP4 and part.weight.format != NVFP4:
-        return replace(part, kept=(slice(begin, end), slice(None)))  # its global scale comes from the whole matrix
+    if entry.rounded_to == FP8_BLOCK_FORMAT or (entry.precision == NVFP4 and part.weight.format != NVFP4):
+        # The scale of a row comes from its block, or from the whole matrix.
+        return replace(part, kept=(slice(begin, end), slice(None)))
     unit = FP8_BLOCK if entry.component == "block_scale" else 1
     return replace(part, start=part.start + begin * unit, stop=min(part.start + end * unit, part.stop))

@@ -1,14 +1,17 @@
 """The weight plan: for each weight of the step graph, which checkpoint modules make it, in which format, and its exact
 shape.
 
-In: a `CheckpointView`, a dialect and a dtype. Out: `WeightEntry` records in graph order, the target's first. Portable:
-all float32. Device: norms, embeddings, head, router, latent up-projections and `eh_proj` in bfloat16, index-key norm
-and router bias in float32, linears as the dtype asks:
+In: a `CheckpointView`, a dialect and a dtype. Out: `WeightEntry` records in graph order, the target's first. Device:
+norms, embeddings, head, router, latent up-projections and `eh_proj` in bfloat16, index-key norm and router bias in
+float32, linears as the dtype asks:
 
-    bfloat16           every linear in bfloat16 float8_e4m3fn      linears in e4m3 with one float32 scale per 128 x 128
-    block (`_scale`) float4_e2m1fnx2    routed experts of the target in NVFP4 (`_scale` per 16 columns, `_global` per
-    projection); everything
-                       else, the MTP layer included, as stored
+    bfloat16           every linear in bfloat16
+    float8_e4m3fn      linears in e4m3 with one float32 scale per 128 x 128 block (`_scale`)
+    float4_e2m1fnx2    routed experts of the target in NVFP4 (`_scale` per 16 columns, `_global` per projection);
+                       everything else, the MTP layer included, as stored
+
+Portable: all float32. Without a dtype the values are the stored ones; with one each weight has exactly the values that
+the device dialect of that dtype has, so that a portable artifact is the oracle of a converted one.
 
 A stacked FP8 weight keeps the scale rows of its parts, so each part but the last must have a multiple of 128 rows;
 otherwise `CheckpointError`, as for a group size that does not divide.
@@ -16,8 +19,8 @@ otherwise `CheckpointError`, as for a group size that does not divide.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from glm_mtp_export.artifact import DEVICE, PORTABLE, WeightEntry
 from glm_mtp_export.checkpoint.formats import FP8_BLOCK_FORMAT, FP8_TENSOR, NVFP4, PLAIN
@@ -43,25 +46,38 @@ def stored_dtype(view: CheckpointView) -> str:
     return BFLOAT16 if most == PLAIN else FLOAT4 if most == NVFP4 else FLOAT8
 
 
-def weight_plan(view: CheckpointView, dialect: str, dtype: str, with_draft: bool) -> tuple[WeightEntry, ...]:
-    """Plan every weight of the graph. `dtype` is one of DTYPES and ignored by the portable dialect.
+def weight_plan(view: CheckpointView, dialect: str, dtype: str | None, with_draft: bool) -> tuple[WeightEntry, ...]:
+    """Plan every weight of the graph. `dtype` is one of DTYPES; None, in the portable dialect only, keeps stored values.
 
     Raises OptionError for an unknown dialect or dtype, CheckpointError when the MTP layer is asked for and not usable,
     or when the shapes cannot be laid out for the kernels.
     """
     if dialect not in (PORTABLE, DEVICE):
         raise OptionError(f"--dialect is {dialect!r}, expected '{PORTABLE}' or '{DEVICE}'.")
-    if dialect == DEVICE and dtype not in DTYPES:
+    if dtype not in DTYPES and not (dialect == PORTABLE and dtype is None):
         raise OptionError(f"--dtype is {dtype!r}, expected one of {', '.join(DTYPES)}.")
     if with_draft:
         view.require_draft()
-    return tuple(_Planner(view, dialect, dtype).entries(with_draft))
+    entries = _Planner(view, dtype or BFLOAT16).entries(with_draft)
+    return tuple(entries if dialect == DEVICE else _as_float32(entries, rounded=dtype is not None))
+
+
+def _as_float32(entries: Iterable[WeightEntry], rounded: bool) -> Iterator[WeightEntry]:
+    """The portable form of a device plan: each weight as one float32 tensor, with the device's rounding or without."""
+    for entry in entries:
+        if entry.component != "values":
+            continue
+        *lead, columns = entry.shape
+        shape = (*lead, 2 * columns if entry.format == NVFP4 else columns)
+        rounded_to = "" if not rounded or entry.precision == "float32" else entry.precision
+        yield replace(entry, dtype="float32", shape=shape, format=PLAIN, rounded_to=rounded_to)
 
 
 @dataclass(frozen=True)
 class _Planner:
+    """Makes the plan of the device dialect."""
+
     view: CheckpointView
-    dialect: str
     dtype: str
 
     @property
@@ -160,9 +176,8 @@ class _Planner:
         shard_axis: int | None = None,
     ) -> WeightEntry:
         """An unquantised weight."""
-        kind = "float32" if self.dialect == PORTABLE else dtype or BFLOAT16
         sources = (sources,) if isinstance(sources, str) else sources
-        return WeightEntry(name, kind, shape, recipe, sources, shard_axis=shard_axis)
+        return WeightEntry(name, dtype or BFLOAT16, shape, recipe, sources, shard_axis=shard_axis)
 
     def _linear(
         self,
@@ -217,7 +232,7 @@ class _Planner:
 
     def _linear_format(self, modules: Sequence[str], target_experts: bool) -> str:
         """Format in the graph of a linear made of `modules`."""
-        if self.dialect == PORTABLE or self.dtype == BFLOAT16:
+        if self.dtype == BFLOAT16:
             return PLAIN
         if self.dtype == FLOAT8:
             return FP8_BLOCK_FORMAT
@@ -233,5 +248,5 @@ class _Planner:
             if count % FP8_BLOCK:
                 raise CheckpointError(
                     f"{name}: {sources[0]} has {count} rows, FP8 stacking needs a multiple of {FP8_BLOCK}. "
-                    f"Use --dtype {BFLOAT16} or the portable dialect."
+                    f"Use --dtype {BFLOAT16}, or the portable dialect without --dtype."
                 )

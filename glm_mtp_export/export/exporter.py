@@ -60,7 +60,12 @@ Progress = Callable[[str, int, int], None]  # stage, done, total
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """dtype None: as stored. cache_dtype None: float32 in the portable dialect, bfloat16 in the device dialect."""
+    """What to export.
+
+    dtype None: as stored; one of DTYPES: converted, and in the portable dialect float32 values with the rounding of that
+    conversion, so that the artifact is the oracle of the converted device artifact. cache_dtype None: float32 in the
+    portable dialect, bfloat16 in the device dialect. Raises OptionError for a value out of range.
+    """
 
     dialect: str = PORTABLE
     dtype: str | None = None
@@ -110,7 +115,7 @@ def export_checkpoint(
     dtype = options.dtype or stored_dtype(view)
     speculation = options.speculation
     with_draft = speculation.num_speculative_tokens > 0
-    weights = weight_plan(view, options.dialect, dtype, with_draft)
+    weights = weight_plan(view, options.dialect, dtype if options.dialect == DEVICE else options.dtype, with_draft)
     vocabulary = read_vocabulary(checkpoint, view.config)
     cache_dtype = options.cache_dtype or ("float32" if options.dialect == PORTABLE else "bfloat16")
     caches = cache_specs(view.config, options.dialect, cache_dtype, with_draft)
