@@ -121,8 +121,7 @@ class StoredWeight:
         return self._raw(start, stop)
 
     def kernel_scales(self, start: int, stop: int) -> F32:
-        """FP8 multipliers [ceil(rows/128), ceil(columns/128)]; needs has_kernel_blocks and a `start` that is whole
-        blocks."""
+        """FP8 multipliers [ceil(rows/128), ceil(columns/128)]; `start` must be whole blocks, see has_kernel_blocks."""
         rows, cols = -(-(stop - start) // FP8_BLOCK), -(-self.num_columns // FP8_BLOCK)
         assert self.scale is not None
         if self.format == FP8_TENSOR:

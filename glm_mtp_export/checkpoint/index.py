@@ -40,8 +40,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a file. `dtype` is the format's own code (BF16, F8_E4M3, ...), `offset` counts from the file's
-    start."""
+    """One tensor of a file. `dtype` is the format's own code (BF16, ...), `offset` counts from the file's start."""
 
     name: str
     dtype: str

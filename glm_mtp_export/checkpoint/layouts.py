@@ -236,8 +236,7 @@ def quantisation_config(
 
 
 def _fp8_exclusions(config: ModelConfig) -> list[str]:
-    """The FP8 release's list: every unquantised parameter by name, and `indexers_proj` where the tensor is
-    `weights_proj`."""
+    """The FP8 release's list: each unquantised parameter, with `indexers_proj` for what is `weights_proj`."""
     specs = list(trunk_modules(config))
     for module in range(config.num_nextn_predict_layers):
         specs += [

@@ -213,8 +213,7 @@ def plan_memory(
     max_num_batched_tokens: int = 2048,
     reserve_bytes: int = RESERVE_BYTES,
 ) -> MemoryPlan:
-    """Plan a checkpoint on `gpus` cards of `gpu_memory` GiB; `dtype` None: as stored; `max_tokens` None: the most that
-    fits."""
+    """Plan `gpus` cards of `gpu_memory` GiB; `dtype` None: as stored; `max_tokens` None: the most that fits."""
     for name, value in (
         ("--gpus", gpus),
         ("--max-batch", max_batch),

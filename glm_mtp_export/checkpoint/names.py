@@ -70,8 +70,7 @@ _BUFFERS = re.compile(r"rotary_emb\.(?:inv_freq|cos_cached|sin_cached)$")
 
 
 def tensor_role(name: str) -> TensorRole:
-    """Split a tensor's name; parameters that are not a `.weight` (biases, the correction bias) are modules
-    themselves."""
+    """Split a tensor's name; parameters that are no `.weight` (biases) are modules themselves."""
     module, _, last = name.rpartition(".")
     if last in _ROLES:
         return TensorRole(module, last)

@@ -44,8 +44,7 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class InspectReport:
-    """Everything `inspect` prints. `dtype` is the `--dtype` that needs no conversion (None when the target is
-    unusable)."""
+    """Everything `inspect` prints. `dtype` needs no conversion; None when the target is unusable."""
 
     directory: str
     dtype: str | None

@@ -107,8 +107,7 @@ class CheckpointView:
         return self.weight(module).precision
 
     def draft_owns(self, module: int, part: str) -> bool:
-        """Whether MTP module `module` brings its own `embed_tokens` or `shared_head.head` that differs from the
-        target's."""
+        """Whether an MTP module has an own `embed_tokens` or `shared_head.head` that differs from the target's."""
         return f"{draft_layer(self.config, module)}.{part}" in self.weights
 
 
@@ -360,8 +359,7 @@ class _Scan:
 
 
 def _shown(names: Sequence[str], limit: int = 6) -> str:
-    """A few names in full; of many, those that differ in layer or expert number only become one with a `*` and a
-    count."""
+    """A few names in full; many that differ in a layer or expert number become one with `*` and a count."""
     if len(names) > limit:
         kinds = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
         single = {re.sub(r"\.\d+(?=\.)", ".*", name): name for name in names}

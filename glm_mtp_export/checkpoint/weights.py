@@ -40,8 +40,7 @@ _NUMPY: dict[str, np.dtype[Any]] = {
 def pieces(
     view: CheckpointView, entry: WeightEntry, parallel: ParallelConfig = WHOLE, rank: int = 0
 ) -> Iterator[npt.NDArray[Any]]:
-    """Consecutive parts of the weight in row-major order, each about PIECE_BYTES or less (an NVFP4 matrix is one
-    piece).
+    """Consecutive parts of the weight in row-major order, each about PIECE_BYTES or less (NVFP4: one matrix).
 
     The next few pieces are read and converted by threads while the caller works on this one.
     """
@@ -91,8 +90,7 @@ def fill(
 def materialise(
     view: CheckpointView, entry: WeightEntry, parallel: ParallelConfig = WHOLE, rank: int = 0
 ) -> npt.NDArray[Any]:
-    """The whole weight, or a rank's slice of it; shape as in the (rank's) entry, bfloat16 as uint16 bits, e4m3 as
-    uint8."""
+    """The weight, or a rank's slice of it, in its entry's shape; bfloat16 as uint16 bits, e4m3 as uint8."""
     result = np.empty(rank_entry(entry, parallel).shape, _NUMPY[entry.dtype])
     fill(view, entry, result.reshape(-1).view(np.uint8), None, parallel, rank)
     return result
