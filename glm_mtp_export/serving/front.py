@@ -21,7 +21,7 @@ from glm_mtp_export.errors import EngineError, GlmMtpError, RequestError
 from glm_mtp_export.runtime.request import Delta, Request
 from glm_mtp_export.runtime.runtime import Runtime
 
-__all__ = ["Event", "Front", "QueueFullError", "Sink", "UnavailableError"]
+__all__ = ["SUBMIT_THREADS", "Event", "Front", "QueueFullError", "Sink", "UnavailableError"]
 
 Event: TypeAlias = "Delta | GlmMtpError"
 Sink = Callable[[Event], None]
@@ -29,6 +29,8 @@ Sink = Callable[[Event], None]
 
 _FAILED = "The engine failed; the server's log says why. Restart the server."
 _STOPPED = "The server was stopped before the request ended."
+SUBMIT_THREADS = 128
+"""Threads of a server that call `submit`: each waits for the step in progress, so as many requests can join the next one."""
 _MAX_STRUCTURE_CHARACTERS = 64 << 10
 """Grammars are compiled on the engine's thread: this size takes milliseconds, ten times as much could take half a minute."""
 

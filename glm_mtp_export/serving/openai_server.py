@@ -34,7 +34,7 @@ from glm_mtp_export import __version__
 from glm_mtp_export.errors import GlmMtpError, OptionError
 from glm_mtp_export.runtime.request import Delta
 from glm_mtp_export.runtime.runtime import Runtime
-from glm_mtp_export.serving.front import Event, Front
+from glm_mtp_export.serving.front import SUBMIT_THREADS, Event, Front
 from glm_mtp_export.serving.http_limits import BodyLimits
 from glm_mtp_export.serving.http_metrics import ResponseCounter
 from glm_mtp_export.serving.openai_errors import (
@@ -94,8 +94,10 @@ class _Server:
         self.front = front
         self.model = model
         self.limits = limits
-        # Rendering, encoding and submitting block; a few threads keep the event loop free and bound the work.
-        self._workers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="http-prepare")
+        # Rendering and encoding are work: a few threads bound it.
+        self._preparing = ThreadPoolExecutor(max_workers=4, thread_name_prefix="http-prepare")
+        # Submitting and aborting only wait for the engine to finish its step: with few threads, few would join a step.
+        self._submitting = ThreadPoolExecutor(max_workers=SUBMIT_THREADS, thread_name_prefix="http-submit")
 
     async def answer(
         self,
@@ -107,7 +109,7 @@ class _Server:
         """The response to one request, streamed or whole."""
         loop = asyncio.get_running_loop()
         request_id = f"{prefix}-{uuid.uuid4().hex}"
-        prepared = await loop.run_in_executor(self._workers, prepare, body, self.model, request_id)
+        prepared = await loop.run_in_executor(self._preparing, prepare, body, self.model, request_id)
         answer = Answer(prepared, self.model)
         events = self._events(prepared)
         if not prepared.streams:
@@ -187,7 +189,7 @@ class _Server:
         num_open = sum(prompt.request.params.n for prompt in prepared.prompts)
         try:
             for prompt in prepared.prompts:
-                await loop.run_in_executor(self._workers, self.front.submit, prompt.request, sink)
+                await loop.run_in_executor(self._submitting, self.front.submit, prompt.request, sink)
             while num_open:
                 try:
                     event = await asyncio.wait_for(queue.get(), deadline - loop.time())
@@ -203,7 +205,7 @@ class _Server:
         finally:
             if num_open:
                 for prompt in prepared.prompts:  # not here: an abort waits for the engine's lock
-                    self._workers.submit(self.front.abort, prompt.request.request_id)
+                    self._submitting.submit(self.front.abort, prompt.request.request_id)
 
 
 async def _cancelled(*tasks: asyncio.Future[Any]) -> None:

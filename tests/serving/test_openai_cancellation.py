@@ -195,6 +195,14 @@ def test_three_hundred_clients_with_random_departures(serve: Serve) -> None:
     server.runtime.engine.audit()
 
 
+def test_clients_that_arrive_during_a_step_all_join_the_next(serve: Serve) -> None:
+    server = serve(Script(step_seconds=0.3))
+    with ThreadPoolExecutor(32) as pool:
+        list(pool.map(lambda i: server.post(PLAIN, {"prompt": f"p{i}", "max_tokens": 1}), range(32)))
+    # the first call may have one or a few of them, and arrivals may straddle one more
+    assert server.runtime.statistics.num_calls <= 4
+
+
 def test_a_slow_reader_gets_everything(serve: Serve) -> None:
     server = serve(Script({"once": "x" * 400}))
     text = ""

@@ -23,7 +23,7 @@ from typing import Any
 from glm_mtp_export.errors import GlmMtpError, RequestError
 from glm_mtp_export.runtime.rank_place import place_from_environment
 from glm_mtp_export.runtime.runtime import Runtime
-from glm_mtp_export.serving.front import Event, Front, QueueFullError, UnavailableError
+from glm_mtp_export.serving.front import SUBMIT_THREADS, Event, Front, QueueFullError, UnavailableError
 from glm_mtp_export.serving.served_model import ServedModel
 from glm_mtp_export.serving.triton.engine_client import Message, read_message, write_message
 from glm_mtp_export.serving.triton.generation import Generation
@@ -41,17 +41,20 @@ class Worker:
         self._front = Front(runtime, max_sequences=max_sequences)
         self._model = model
         self._path = path
-        # Rendering and encoding block, and so does the engine's taking of a request.
+        # Rendering and encoding are work: a few threads bound it. Submitting only waits for the step in progress.
         self._preparing = ThreadPoolExecutor(max_workers=4, thread_name_prefix="prepare")
+        self._submitting = ThreadPoolExecutor(max_workers=SUBMIT_THREADS, thread_name_prefix="submit")
         self._closing = threading.Event()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._num_connections = 0
 
     def serve_forever(self) -> None:
         """Take connections until closed."""
-        self._listener.bind(self._path)
-        os.chmod(self._path, 0o600)
+        unfinished = self._path + ".part"
+        self._listener.bind(unfinished)
+        os.chmod(unfinished, 0o600)
         self._listener.listen()
+        os.rename(unfinished, self._path)  # whoever sees the name can connect
         while not self._closing.is_set():
             try:
                 connection, _ = self._listener.accept()
@@ -70,6 +73,7 @@ class Worker:
             os.unlink(self._path)
         self._front.close()
         self._preparing.shutdown(cancel_futures=True)
+        self._submitting.shutdown(cancel_futures=True)
 
     def metrics(self) -> Message:
         """The engine's numbers, by kind."""
@@ -117,19 +121,28 @@ class _Connection:
                 if message["type"] == "submit":
                     number = message["id"]
                     self._open[number] = f"{self._name}-{number}"
-                    self._worker._preparing.submit(self._submit, number, message["inputs"])
+                    self._worker._preparing.submit(self._prepare, number, message["inputs"])
                 elif message["type"] == "abort":
                     self._abort(message["id"])
         for number in list(self._open):
             self._abort(number)
         self._outbox.put(None)
 
-    def _submit(self, number: int, inputs: dict[str, list[Any]]) -> None:
+    def _prepare(self, number: int, inputs: dict[str, list[Any]]) -> None:
         request_id = self._open.get(number)
         if request_id is None:
             return  # aborted before its turn
         try:
             generation = Generation(request_id, inputs, self._worker._model)
+            self._worker._submitting.submit(self._submit, number, generation)
+        except Exception as error:
+            self._fail(number, error)
+
+    def _submit(self, number: int, generation: Generation) -> None:
+        request_id = generation.request.request_id
+        if number not in self._open:
+            return
+        try:
             self._worker._front.submit(generation.request, lambda event: self._deliver(number, generation, event))
         except Exception as error:
             self._fail(number, error)
