@@ -410,6 +410,11 @@ def demo(output: Path | None, num_speculative_tokens: int) -> None:
 @click.option("--max-batch", type=int, default=32, show_default=True)
 @click.option("--max-tokens", type=int, default=None, help="Context a request; default: the most that fits.")
 @click.option("--cache-dtype", default="bfloat16", show_default=True)
+@click.option("--dtype", type=click.Choice(_DTYPES), default=None, help="Weight format; default: as stored.")
+@click.option(
+    *_speculative("--num-speculative-tokens"), "num_speculative_tokens", type=int, default=3, show_default=True
+)
+@click.option("--expert-parallel", is_flag=True, help="Whole experts per rank instead of slices of each.")
 @click.option("--picture", type=_DIRECTORY, default=None, help="Write stacked bars per rank (.png or .svg).")
 @click.option("--json", "as_json", is_flag=True)
 def plan(checkpoint: Path, as_json: bool, picture: Path | None, **sizes: Any) -> None:

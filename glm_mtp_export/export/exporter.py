@@ -45,6 +45,7 @@ from glm_mtp_export.export.assemble import (
     with_external_weights,
     with_named_dimensions,
 )
+from glm_mtp_export.export.memory import free_memory_bytes
 from glm_mtp_export.export.reference import REFERENCE_NAME, write_reference
 from glm_mtp_export.export.semantics import semantic_choices
 from glm_mtp_export.export.trace import traced_step
@@ -52,8 +53,10 @@ from glm_mtp_export.export.vocabulary import TOKENIZER_FILES, Vocabulary, read_v
 
 __all__ = ["ExportOptions", "export_checkpoint"]
 
-# The reference run holds all weights in memory as float32; beyond this it is left out and the manifest says so.
+# The reference run holds all weights in memory as float32, beside activations and caches of a few hundred rows. Where that does not
+# fit it is left out, and `build-engine` says that there was nothing to compare with.
 _REFERENCE_LIMIT_BYTES = 4 << 30
+_REFERENCE_HEADROOM_BYTES = 512 << 20
 MAX_SPECULATIVE_TOKENS = 8
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
@@ -261,7 +264,8 @@ def _write_reference(
     folder: Path,
     progress: Progress,
 ) -> None:
-    if sum(w.num_bytes for w in weights) > _REFERENCE_LIMIT_BYTES:
+    needed = sum(w.num_bytes for w in weights)
+    if needed > _REFERENCE_LIMIT_BYTES or needed + _REFERENCE_HEADROOM_BYTES > free_memory_bytes():
         return
     calls = 0
 
