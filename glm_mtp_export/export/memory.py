@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -12,10 +13,8 @@ __all__ = ["free_memory_bytes"]
 def free_memory_bytes() -> int:
     """The least of what the machine has free and what this process is limited to (address space, control group)."""
     limits = [sys.maxsize]
-    try:
+    with contextlib.suppress(ValueError, OSError, AttributeError):  # not Linux
         limits.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") + _cached_bytes())
-    except (ValueError, OSError, AttributeError):
-        pass
     limits += [limit for limit in (_address_space_left(), _group_left()) if limit is not None]
     return max(min(limits), 0)
 
