@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <barrier>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -57,6 +58,8 @@ void send_packet(uint4* to, uint2 payload, uint32_t call) {
 
 uint2 received_payload(const uint4* from, uint32_t call, const volatile int* aborted) {
   auto* halves = reinterpret_cast<uint64_t*>(const_cast<uint4*>(from));
+  // Long enough for every other rank to end this exchange and begin the next.
+  if ((*chance)() % 32 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(3));
   for (;;) {
     const uint64_t low = std::atomic_ref<uint64_t>(halves[0]).load(std::memory_order_relaxed);
     const uint64_t high = std::atomic_ref<uint64_t>(halves[1]).load(std::memory_order_relaxed);
