@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""One command for a machine with a Hopper card: build the plugins, test the kernels, run the embedded model's engines.
+"""One command for a machine with a Hopper card: plugins, kernel tests, the embedded model's engines, the slice benchmark.
 
-    python scripts/gpu_check.py --out DIR [--rtx DIR] [--stages plugins,kernels,nano]
+    python scripts/gpu_check.py --out DIR [--rtx DIR] [--stages plugins,kernels,nano,slice]
 
-In: a checkout, nvcc, torch with CUDA, pytest; for `nano` the folder that scripts/rtx_runtime.py made (default build/rtx).
+In: a checkout, nvcc, torch with CUDA, pytest; for `nano` and `slice` the folder that
+scripts/rtx_runtime.py made (default build/rtx); for `slice` about 60 GB of the card.
 Out: DIR/report.json and DIR/report.txt, a table; the logs of the stages beside them. Exit code 1 when a stage failed.
 
 Bounds: bfloat16 must give the oracle's ids but where its two likeliest tokens are closer than CLOSE_NATS (bfloat16 keeps
 8 bits, so nearly equal logits may swap); in FP8 and NVFP4 the first difference must lie where they are closer than
 CLOSE_NATS_QUANTISED, and accuracy must stay within one point of the oracle's. Cache rows must agree to CACHE_BOUNDS of the
-layer's largest value.
+layer's largest value. Over LONG_TOKENS tokens, calls must commit LEAST_ACCEPTANCE of the oracle's tokens, at both ends.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 DTYPES = ("bfloat16", "float8_e4m3fn", "float4_e2m1fnx2")
-STAGES = ("plugins", "kernels", "nano")
+STAGES = ("plugins", "kernels", "nano", "slice")
+SLICE_FORMATS = ("fp8", "nvfp4")
 CLOSE_NATS, CLOSE_NATS_QUANTISED = 0.1, 1.5
 CACHE_BOUNDS = {"bfloat16": 0.05, "float8_e4m3fn": 0.25, "float4_e2m1fnx2": 0.5}
+LEAST_ACCEPTANCE = 0.8
+NESTED = ("nano", "slice")  # stages with several results
 KERNELS = ROOT / "build" / "kernels"
 
 
@@ -116,6 +120,22 @@ def nano(out: Path, work: Path, rtx: Path, dtypes: tuple[str, ...]) -> dict[str,
     return results
 
 
+def slices(out: Path, work: Path, rtx: Path) -> dict[str, Any]:
+    """Whole-step times of GLM-5.2 layers at full width."""
+    results = {}
+    for layout in SLICE_FORMATS:
+        folder, rows = work / f"slice-{layout}", out / f"slice-{layout}.json"
+        prepare = f"{sys.executable} benchmarks/slice_step.py prepare {folder} --format {layout}"
+        measure = f"{sys.executable} benchmarks/slice_step.py run {folder} --format {layout} --out {rows}"
+        code, text, seconds = run(
+            f"slice-{layout}", ["bash", "-c", f"{prepare} && {measure}"], out, environment(rtx), 550
+        )
+        results[layout] = {"passed": code == 0, "seconds": round(seconds, 1), "tail": text.strip().splitlines()[-20:]}
+        if code == 0:
+            results[layout]["result"] = json.loads(rows.read_text(encoding="utf-8"))
+    return results
+
+
 def judged(found: dict[str, Any]) -> list[str]:
     """What breaks the bounds of the module docstring."""
     dtype, problems = found["dtype"], []
@@ -127,6 +147,10 @@ def judged(found: dict[str, Any]) -> list[str]:
             )
     if found["right_percent"] < found["oracle_right_percent"] - 1:
         problems.append(f"{found['right_percent']:.1f} % right, the oracle {found['oracle_right_percent']:.1f} %")
+    least = LEAST_ACCEPTANCE * found["oracle_long_tokens_per_call"]
+    if min(found["long_tokens_per_call"]) < least:
+        first, last = found["long_tokens_per_call"]
+        problems.append(f"{first:.2f} tokens a call at first and {last:.2f} at last, expected {least:.2f} or more")
     for cache, errors in found["cache_errors"].items():
         if not max(errors) <= CACHE_BOUNDS[dtype]:
             problems.append(f"{cache} is off by {max(errors):.3f} in layer {errors.index(max(errors))}")
@@ -137,7 +161,7 @@ def table(report: dict[str, Any]) -> str:
     """The report for people."""
     lines = [f"{report['date']}  {report['card'].get('name', 'no card')}", ""]
     for name, stage in report["stages"].items():
-        if name != "nano":
+        if name not in NESTED:
             lines.append(
                 f"{name}: {'passed' if stage['passed'] else 'FAILED'}, {stage['seconds']} s {stage.get('summary', '')}"
             )
@@ -159,6 +183,9 @@ def table(report: dict[str, Any]) -> str:
             lines.append(
                 f"    batch {row['batch']:>2}  {row['step_ms']:.3f} ms (p90 {row['step_ms_p90']:.3f}), context {row['context']}"
             )
+    for layout, found in report["stages"].get("slice", {}).items():
+        lines.append(f"slice {layout}: {'passed' if found['passed'] else 'FAILED'}, {found['seconds']} s")
+        lines += [f"    {line}" for line in found["tail"]]
     return "\n".join(lines) + "\n"
 
 
@@ -185,15 +212,16 @@ def main() -> None:
             report["stages"]["kernels"] = kernels(args.out)
         if "nano" in stages:
             report["stages"]["nano"] = nano(args.out, work, args.rtx.resolve(), tuple(args.dtypes.split(",")))
+        if "slice" in stages:
+            report["stages"]["slice"] = slices(args.out, work, args.rtx.resolve())
     finally:
         if oracle is not None:
             oracle.terminate()
         (args.out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         (args.out / "report.txt").write_text(table(report), encoding="utf-8")
     print(table(report))
-    flat = [s for name, s in report["stages"].items() if name != "nano"] + list(
-        report["stages"].get("nano", {}).values()
-    )
+    parts = report["stages"].items()
+    flat = [stage for name, found in parts for stage in (found.values() if name in NESTED else (found,))]
     sys.exit(0 if all(stage["passed"] for stage in flat) else 1)
 
 

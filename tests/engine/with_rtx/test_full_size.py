@@ -18,7 +18,6 @@ from glm_mtp_export.export import ExportOptions, export_checkpoint
 EXPORT_SECONDS, EXPORT_BYTES, BUILD_SECONDS = 180, 8e9, 120
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_whole_model_exports_and_builds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     release = RELEASES["glm-5.2-fp8"]
