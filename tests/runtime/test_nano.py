@@ -116,24 +116,27 @@ def test_ten_thousand_requests_through_a_tiny_pool(tmp_path: Path) -> None:
     """No page lost, no deadlock, memory flat, with aborts, stops and shared prefixes."""
     export_checkpoint(_NANO, tmp_path / "soak", ExportOptions(speculation=SpeculationConfig(3)))
     manifest = Manifest.load(tmp_path / "soak")
-    profile = EngineProfile("soak", "onnxruntime", num_pages=14, max_batch=32, max_rows=128, max_context=256)
+    profile = EngineProfile("soak", "onnxruntime", num_pages=12, max_batch=32, max_rows=128, max_context=256)
     session, rng = open_session(tmp_path / "soak", manifest, profile), random.Random(9)
     engine = Engine(session, Tokenizer.load(_NANO), SchedulerConfig(32, 128, 128))
     prefix = [rng.randrange(256) for _ in range(70)]
     num_requests, started, sizes = 10_000, 0, []
     while started < num_requests or engine.has_work:
         while started < num_requests and engine.num_requests < 40:
-            prompt = prefix[: rng.choice([0, 0, 0, 0, 66])] + [rng.randrange(256) for _ in range(rng.randint(1, 8))]
+            # Alone, from a shared page on, or about to need a second page.
+            prompt = prefix[: rng.choice([0, 0, 0, 0, 0, 66, 57, 58])] + [
+                rng.randrange(256) for _ in range(rng.randint(1, 6))
+            ]
             params = SamplingParams(temperature=rng.choice([0.0, 1.0]), max_tokens=rng.randint(1, 8), stop=("e",))
             engine.add_request(Request(f"r{started}", tuple(prompt), params, stream=False))
             started += 1
             if started % 2500 == 0:
                 sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
-        if rng.random() < 0.2:
+        if rng.random() < 0.3:
             engine.abort(f"r{started - rng.randint(1, 40)}")
         engine.step()
     engine.audit()
-    assert engine.allocator.num_free == 14 and sum(engine.statistics.num_finished.values()) == num_requests
+    assert engine.allocator.num_free == 12 and sum(engine.statistics.num_finished.values()) == num_requests
     assert engine.statistics.num_finished["abort"] > 100 and engine.scheduler.num_preemptions > 0
     assert engine.statistics.num_finished["error"] == 0
     # ONNX Runtime's arena settles in the first quarter; a float32 pool of this size is 1.5 MB.
