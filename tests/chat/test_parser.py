@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from glm_mtp_export.chat.parser import ChatAnswer, ChatParser, parse_answer
 from glm_mtp_export.chat.reasoning import prompt_opens_thinking
@@ -76,6 +78,38 @@ def test_blocks_of_ids_skipped_specials_and_spelled_markers_give_one_result(
     pieces = [detokenizer.push(block).text for block in in_blocks(ids, size)] + [detokenizer.finish()]
     whole = parse_answer(text, finish_reason="stop", starts_in_thinking=True, tools=TOOLS, make_id=ids_by_make())
     assert stream(pieces, finish="stop", thinking=True) == whole
+
+
+FRAGMENTS = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+]
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    text=st.lists(st.sampled_from([*FRAGMENTS, "f", "k", "数", " ", "\n", "<", "</", "<t"]), max_size=16).map("".join),
+    sizes=st.lists(st.integers(1, 7), min_size=1, max_size=6),
+    thinking=st.booleans(),
+    finish=st.sampled_from(["stop", "length"]),
+)
+def test_any_soup_of_markers_parses_the_same_in_any_pieces(
+    text: str, sizes: list[int], thinking: bool, finish: str
+) -> None:
+    pieces, at = [], 0
+    for size in itertools.cycle(sizes):
+        if at >= len(text):
+            break
+        pieces.append(text[at : at + size])
+        at += size
+    whole = parse_answer(text, finish_reason=finish, starts_in_thinking=thinking, tools=TOOLS, make_id=ids_by_make())
+    assert stream(pieces, finish=finish, thinking=thinking) == whole
 
 
 def test_expected_answers() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -48,7 +50,7 @@ def triton(nano_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     except TritonMissingError as error:
         pytest.skip(f"no Triton here: {error}")
     repository = tmp_path_factory.mktemp("triton") / "model_repository"
-    write_repository(nano_artifact, repository, max_sequences=80, execution_environment=environment)
+    write_repository(nano_artifact, repository, max_sequences=70, execution_environment=environment)
     server = RunningTriton(repository, (STREAM, PLAIN), repository.parent / "triton.log")
     server.repository = repository  # type: ignore[attr-defined]
     yield server
@@ -314,12 +316,12 @@ def test_sixty_four_clients_at_once(triton: RunningTriton, runtime: Runtime) -> 
 
 
 def test_a_full_queue_is_an_error_and_nothing_hangs(triton: RunningTriton) -> None:
-    fields = {"text_input": "Hello", "sampling_param_max_tokens": 60, "sampling_param_ignore_eos": True}
-    with ThreadPoolExecutor(160) as pool:
-        answers = list(pool.map(lambda _: generate(triton, PLAIN, **fields), range(160)))
+    fields = {"text_input": "Hello", "sampling_param_max_tokens": 30, "sampling_param_ignore_eos": True}
+    with ThreadPoolExecutor(110) as pool:
+        answers = list(pool.map(lambda _: generate(triton, PLAIN, **fields), range(110)))
     refused = [answer for answer in answers if answer.status_code != 200]
-    assert 0 < len(refused) <= 80
-    assert all(refused_as_unavailable(answer) and "limit of 80" in answer.json()["error"] for answer in refused)
+    assert 0 < len(refused) <= 40
+    assert all(refused_as_unavailable(answer) and "limit of 70" in answer.json()["error"] for answer in refused)
     wait_until(lambda: idle(triton))
 
 
@@ -356,6 +358,19 @@ def test_a_killed_engine_process_is_an_error_until_the_model_is_reloaded(triton:
     for verb in ("unload", "load"):
         httpx.post(f"{triton.url}/v2/repository/models/{STREAM}/{verb}", json={}, timeout=60).raise_for_status()
     wait_until(lambda: generate(triton, STREAM, text_input="Hello").status_code == 200, seconds=30)
+
+
+def test_an_engine_that_cannot_load_fails_the_models_load_with_a_reason(triton: RunningTriton) -> None:
+    folder: Path = triton.repository  # type: ignore[attr-defined]
+    broken = folder / "broken"
+    shutil.copytree(folder / STREAM, broken)
+    config = (broken / "config.pbtxt").read_text(encoding="utf-8")
+    config = re.sub(r'(key: "engine_dir" value \{ string_value: )"[^"]*"', rf'\1"{folder}/nothing"', config)
+    (broken / "config.pbtxt").write_text(config.replace(f'name: "{STREAM}"', 'name: "broken"'), encoding="utf-8")
+    refused = httpx.post(f"{triton.url}/v2/repository/models/broken/load", json={}, timeout=60)
+    assert refused.status_code >= 400 and "ended with code 2 while loading" in refused.json()["error"]
+    assert "manifest.json: cannot be read" in triton.log.read_text(errors="replace")
+    assert generate(triton, PLAIN, text_input="Hello").status_code == 200
 
 
 def test_engine_metrics_are_among_tritons(triton: RunningTriton) -> None:

@@ -71,6 +71,7 @@ class RunningTriton:
         self.http, self.grpc, self.metrics_port = free_port(), free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.http}"
         self.log = log
+        self._models = models
         command = [str(server / "bin" / "tritonserver"), "--model-repository", str(repository)]
         command += ["--backend-directory", str(server / "backends"), "--model-control-mode", "explicit"]
         for model in models:
@@ -90,8 +91,10 @@ class RunningTriton:
             time.sleep(0.1)
 
     def is_ready(self) -> bool:
+        """All models ready. Triton as a whole is not while any other model has failed to load."""
+        urls = [f"{self.url}/v2/health/live", *(f"{self.url}/v2/models/{model}/ready" for model in self._models)]
         try:
-            return httpx.get(f"{self.url}/v2/health/ready", timeout=5).status_code == 200
+            return all(httpx.get(url, timeout=5).status_code == 200 for url in urls)
         except httpx.TransportError:
             return False
 
