@@ -72,6 +72,8 @@ def _within_budget(sequence: Sequence, tokens: list[int], ids: ThinkingIds) -> t
 
 
 def _up_to_stop_id(sequence: Sequence, kept: list[int], forced: int | None) -> tuple[list[int], int | None, int | None]:
+    if forced is None and sequence.stop_ids.isdisjoint(kept):
+        return kept, None, None
     first = max(sequence.params.min_tokens - sequence.num_output, 0)
     for index in range(first, len(kept)):
         if kept[index] in sequence.stop_ids:
@@ -94,7 +96,6 @@ def _grammar_takes(sequence: Sequence, tokens: Items[int]) -> bool:
 
 def _append(sequence: Sequence, tokens: Items[int]) -> None:
     sequence.token_ids.extend(tokens)
-    for token in tokens:
-        sequence.phase.advance(token)
+    sequence.phase.advance_all(tokens)
     if sequence.output_counts is not None:
         sequence.output_counts.update(tokens)

@@ -8,7 +8,7 @@ counts like any other token, or a model could repeat it to escape its budget.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 __all__ = ["ThinkingIds", "ThinkingPhase"]
@@ -36,13 +36,13 @@ class ThinkingIds:
 class ThinkingPhase:
     """Phase of one sequence after its committed tokens. `num_tokens`: output tokens spent in the open phase."""
 
-    __slots__ = ("_ids", "is_open", "num_tokens")
+    __slots__ = ("_ids", "_markers", "is_open", "num_tokens")
 
     def __init__(self, ids: ThinkingIds, prompt: Iterable[int] = ()) -> None:
         self._ids = ids
         self.is_open = False
         self.num_tokens = 0
-        markers = ids.markers
+        self._markers = markers = ids.markers
         for token in prompt:
             if token in markers:
                 self.is_open = token == ids.begin
@@ -56,6 +56,14 @@ class ThinkingPhase:
             self.is_open = False
         elif self.is_open:
             self.num_tokens += 1
+
+    def advance_all(self, tokens: Collection[int]) -> None:
+        """Take several committed output tokens in order."""
+        if self._markers.isdisjoint(tokens):
+            self.num_tokens += len(tokens) if self.is_open else 0
+        else:
+            for token in tokens:
+                self.advance(token)
 
     def copy(self) -> ThinkingPhase:
         """An independent phase in the same state, to look ahead over drafts."""
