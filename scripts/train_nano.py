@@ -1,7 +1,7 @@
 """Train the small GLM-5.2-architecture checkpoint that ships with the package.
 
     python scripts/train_nano.py --out glm_mtp_export/data/glm52-nano            # one GPU, about seven minutes
-    python scripts/train_nano.py --smoke --out /tmp/nano                          # any CPU, a few minutes: files, not skill
+    python scripts/train_nano.py --smoke --out nano-smoke                         # any CPU, a few minutes: files, not skill
 
 Writes the checkpoint in the official Hugging Face layout, ``training_report.json`` and a model card. The data is
 synthetic and made by ``nano/chats.py``; every number in the report is measured on chats that training never drew.
