@@ -24,7 +24,9 @@ else:
 
 __all__ = ["BACKENDS", "PROFILE_FOLDER", "EngineProfile", "Span", "load_profile", "profile_names", "shape_spans"]
 
-PROFILE_FOLDER = Path(__file__).parents[2] / "engines"
+_CHECKOUT_FOLDER = Path(__file__).parents[2] / "engines"
+_INSTALLED_FOLDER = Path(sys.prefix) / "share" / "glm-mtp-export" / "engines"
+PROFILE_FOLDER = _CHECKOUT_FOLDER if _CHECKOUT_FOLDER.is_dir() else _INSTALLED_FOLDER
 
 
 @dataclass(frozen=True)
