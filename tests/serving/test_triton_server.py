@@ -330,10 +330,10 @@ def test_unloading_ends_the_engine_process_and_loading_starts_another(triton: Ru
         answer = httpx.post(f"{triton.url}/v2/repository/models/{STREAM}/{verb}", json={}, timeout=60)
         assert answer.status_code == 200, answer.text
 
-    before = worker_pids(triton)
+    before = triton.worker_pids()
     assert len(before) == 1
     control("unload")
-    wait_until(lambda: worker_pids(triton) == [], seconds=30)
+    wait_until(lambda: triton.worker_pids() == [], seconds=30)
     gone = generate(triton, PLAIN, text_input="Hello")
     assert refused_as_unavailable(gone) and "engine process" in gone.json()["error"]
     client = grpcclient.InferenceServerClient(f"127.0.0.1:{triton.grpc}")
@@ -342,11 +342,11 @@ def test_unloading_ends_the_engine_process_and_loading_starts_another(triton: Ru
     control("load")
     answers = [generate(triton, model, text_input="Hello", **GREEDY) for model in (STREAM, PLAIN)]
     assert {answer.status_code for answer in answers} == {200}
-    assert worker_pids(triton) != before
+    assert triton.worker_pids() != before
 
 
 def test_a_killed_engine_process_is_an_error_until_the_model_is_reloaded(triton: RunningTriton) -> None:
-    (pid,) = worker_pids(triton)
+    (pid,) = triton.worker_pids()
     with ThreadPoolExecutor(2) as pool:
         fields = {"text_input": "Hello", "sampling_param_max_tokens": 3000, "sampling_param_ignore_eos": True}
         waiting = [pool.submit(generate, triton, model, **fields) for model in (STREAM, PLAIN)]
@@ -394,19 +394,3 @@ def test_the_examples_run(triton: RunningTriton) -> None:
     lines = [line for line in shell.stdout.splitlines() if line]
     assert shell.returncode == 0 and '"error"' not in shell.stdout, shell.stdout
     assert "text_output" in lines[0] and "finish_reason" in lines[1] and lines[2].startswith("data: ")
-
-
-def worker_pids(triton: RunningTriton) -> list[int]:
-    """Engine processes started by this Triton's stubs."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                command = (entry / "cmdline").read_bytes().split(b"\0")
-                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-                grandparent = int((Path("/proc") / str(parent) / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except (OSError, IndexError, ValueError):
-                continue
-            if b"glm_mtp_export.serving.triton.worker" in command and grandparent == triton._process.pid:
-                found.append(int(entry.name))
-    return found

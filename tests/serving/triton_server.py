@@ -6,6 +6,7 @@ its own with numpy before 2, which this release's Python backend needs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -82,10 +83,10 @@ class RunningTriton:
         libraries = str(sysconfig.get_config_var("LIBDIR"))
         environment = {**os.environ, "LD_LIBRARY_PATH": libraries, "OMP_NUM_THREADS": "1"}
         with log.open("wb") as stream:
-            self._process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
+            self.process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
         deadline = time.monotonic() + 90
         while not self.is_ready():
-            if self._process.poll() is not None or time.monotonic() > deadline:
+            if self.process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
                 raise AssertionError("Triton did not start:\n" + log.read_text(errors="replace")[-4000:])
             time.sleep(0.1)
@@ -98,14 +99,38 @@ class RunningTriton:
         except httpx.TransportError:
             return False
 
+    def worker_pids(self) -> list[int]:
+        """Engine processes started by this Triton's stubs."""
+        return [pid for pid in _pids_of(b"glm_mtp_export.serving.triton.worker") if self.process.pid in _ancestors(pid)]
+
     def metric(self, name: str) -> float:
         lines = httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5).text.splitlines()
         return float(next((line.split()[-1] for line in lines if line.startswith(name + "{")), "nan"))
 
     def stop(self) -> None:
-        self._process.terminate()
+        self.process.terminate()
         try:
-            self._process.wait(20)
+            self.process.wait(20)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
+
+
+def _pids_of(argument: bytes) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and argument in (entry / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:
+            continue  # it ended while we looked
+    return found
+
+
+def _ancestors(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it ended while we looked
+        while pid > 1:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+            found.append(pid)
+    return found

@@ -51,7 +51,8 @@ class TritonPythonModel:
         self._live: dict[int, _Sender] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        path = engine_client.socket_path(parameters["engine_dir"], os.getppid())
+        self._server_pid = os.getppid()
+        path = engine_client.socket_path(parameters["engine_dir"], self._server_pid)
         command = None
         if self._is_streaming:
             command = [parameters["engine_python"] or sys.executable, "-m", "glm_mtp_export.serving.triton.worker"]
@@ -122,6 +123,10 @@ class TritonPythonModel:
 
     def _watch_cancellations(self) -> None:
         while not self._closing.is_set():
+            if os.getppid() != self._server_pid:
+                # A crashed server leaves its stubs behind, and with them the engine and the card's memory.
+                self._client.close()
+                os._exit(1)
             with self._lock:
                 live = list(self._live.items())
             for key, sender in live:
