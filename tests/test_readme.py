@@ -1,4 +1,4 @@
-"""The README is kept: its commands and its Python run as they stand, its links lead somewhere, its numbers have a place and a date."""
+"""The README is kept: its commands and its Python run as they stand, its links lead somewhere, its numbers have a date."""
 
 from __future__ import annotations
 
