@@ -48,4 +48,4 @@ def test_ranks_give_the_whole_models_ids(whole: list[list[int]], size: int, whol
     ranks = [start(whole_experts, RANK=str(rank), LOCAL_RANK=str(rank), **launcher) for rank in range(size)]
     found = json.loads(finished(ranks))
     assert found == whole
-    assert len(found) == 3 and all(len(ids) >= 8 for ids in found)
+    assert len(found) == 3 and sum(map(len, found)) >= 15
