@@ -1,0 +1,157 @@
+"""The embedded model over several cards of one machine, against one card, with TensorRT-RTX.
+
+    ranks.py prepare WORK SIZE        artifacts and engines of one and of SIZE ranks (by columns, by experts); needs no card
+    ranks.py answers ARTIFACT OUT     on every rank of a launcher, or alone: answers, step times; rank 0 writes OUT
+    ranks.py check WORK SIZE          all of it, and a rank killed on purpose; prints a JSON line, exits 1 when a bound is broken
+
+Bounds: ids equal one card's but where its two likeliest tokens are closer than CLOSE_NATS (sums of slices round differently); a
+killed rank ends the others within END_SECONDS.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from glm_mtp_export.artifact import MANIFEST_NAME, Manifest  # noqa: E402
+from glm_mtp_export.config import ParallelConfig, SpeculationConfig  # noqa: E402
+from glm_mtp_export.demo import nano_checkpoint  # noqa: E402
+from glm_mtp_export.engine.profile import load_profile  # noqa: E402
+from glm_mtp_export.engine_manifest import ENGINE_MANIFEST_NAME, engine_directory  # noqa: E402
+from glm_mtp_export.export import ExportOptions, export_checkpoint  # noqa: E402
+from glm_mtp_export.runtime import Runtime, SamplingParams  # noqa: E402
+from glm_mtp_export.runtime.sessions.rank import follow_artifact  # noqa: E402
+from gpu_stages import nano  # noqa: E402
+
+CLOSE_NATS, END_SECONDS, JOB_SECONDS = 0.1, 45, 180
+BACKEND, PORT = "tensorrt-rtx", 29610
+
+
+def splits(size: int) -> dict[str, ParallelConfig]:
+    """Artifacts by name."""
+    return {"one": ParallelConfig(), "columns": ParallelConfig(size), "experts": ParallelConfig(size, True)}
+
+
+def prepare(work: Path, size: int) -> None:
+    """Export and build what is not there."""
+    from glm_mtp_export.engine import tensorrt
+
+    for name, parallel in splits(size).items():
+        artifact = work / name
+        if not (engine_directory(artifact, BACKEND) / ENGINE_MANIFEST_NAME).is_file():
+            speculation = SpeculationConfig(num_speculative_tokens=nano.NUM_DRAFTS, num_logprobs=2)
+            options = ExportOptions("device", "bfloat16", "bfloat16", speculation, parallel, overwrite=True)
+            export_checkpoint(nano_checkpoint(), artifact, options)
+            tensorrt.build(artifact, load_profile("nano-h200"))
+        # What was built elsewhere names the checkpoint's folder of that machine.
+        manifest = dataclasses.replace(Manifest.load(artifact), checkpoint=str(nano_checkpoint()))
+        (artifact / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+
+
+def answers(artifact: Path, out: Path) -> None:
+    """One rank's part."""
+    if follow_artifact(artifact, BACKEND):
+        return
+    with Runtime.load(artifact, BACKEND) as runtime:
+        found = nano.answers(runtime, 2)
+        rows = nano.decode_rows(runtime.session, "bfloat16")
+        params = SamplingParams(temperature=0.0, max_tokens=3500, ignore_eos=True)
+        out.with_suffix(".ready").touch()
+        num_calls = sum(1 for delta in runtime.stream(nano.questions()[0].prompt, params) if delta.token_ids)
+    margins = [[p.top[0][1] - p.top[1][1] if len(p.top) > 1 else None for p in c.logprobs] for c in found]
+    report = {"ids": [list(c.token_ids) for c in found], "margins": margins, "rows": rows, "long_calls": num_calls}
+    out.write_text(json.dumps(report), encoding="utf-8")
+
+
+def started(artifact: Path, out: Path, size: int) -> list[subprocess.Popen[bytes]]:
+    """The processes of a job, rank 0 first; each logs beside `out`."""
+    processes = []
+    for rank in range(size):
+        names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT}
+        env = {**os.environ, **({key: str(value) for key, value in names.items()} if size > 1 else {})}
+        with out.with_suffix(f".rank{rank}.log").open("wb") as log:
+            command = [sys.executable, __file__, "answers", str(artifact), str(out)]
+            processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+    return processes
+
+
+def finished(processes: list[subprocess.Popen[bytes]], seconds: float) -> list[int | None]:
+    """Exit codes; None for one that had to be killed."""
+    deadline, codes = time.monotonic() + seconds, []
+    for process in processes:
+        try:
+            codes.append(process.wait(max(deadline - time.monotonic(), 0.1)))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            codes.append(None)
+    return codes
+
+
+def killed_rank(work: Path, size: int) -> dict[str, Any]:
+    """Kill the last rank in the middle of a long answer; how the others end."""
+    out = work / "killed.json"
+    out.with_suffix(".ready").unlink(missing_ok=True)
+    processes = started(work / "columns", out, size)
+    deadline = time.monotonic() + JOB_SECONDS
+    while not out.with_suffix(".ready").exists() and time.monotonic() < deadline and processes[0].poll() is None:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    processes[-1].send_signal(signal.SIGKILL)
+    begin = time.monotonic()
+    codes = finished(processes, END_SECONDS)
+    return {"codes": codes, "seconds": round(time.monotonic() - begin, 2)}
+
+
+def check(work: Path, size: int) -> bool:
+    """Everything; True when all bounds hold."""
+    prepare(work, size)
+    found: dict[str, Any] = {}
+    problems: list[str] = []
+    for name, parallel in splits(size).items():
+        out = work / f"{name}.json"
+        out.unlink(missing_ok=True)
+        codes = finished(started(work / name, out, parallel.tensor_parallel_size), JOB_SECONDS)
+        if any(codes) or None in codes:
+            problems.append(f"{name}: exit codes {codes}, see its logs")
+            continue
+        found[name] = json.loads(out.read_text(encoding="utf-8"))
+    differences = {n: nano.first_differences(found["one"], r["ids"]) for n, r in found.items() if "one" in found}
+    for name, places in differences.items():
+        problems += [f"{name}: {d}" for d in places if d["margin"] is None or d["margin"] >= CLOSE_NATS]
+    lost = killed_rank(work, size)
+    if None in lost["codes"] or 0 in lost["codes"]:
+        problems.append(f"a killed rank: exit codes {lost['codes']} after {lost['seconds']} s")
+    steps = {n: {row["batch"]: row["step_ms"] for row in report["rows"]} for n, report in found.items()}
+    calls = {n: report["long_calls"] for n, report in found.items()}
+    lengths = {n: statistics.mean(map(len, report["ids"])) for n, report in found.items()}
+    summary = {"size": size, "problems": problems, "differences": differences, "step_ms": steps, "killed": lost}
+    print(json.dumps(summary | {"long_calls": calls, "mean_ids": lengths}))
+    return not problems
+
+
+def main() -> None:
+    """Run one of the programs of the module docstring."""
+    command, first, second = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    if command == "answers":
+        answers(first, Path(second))
+        return
+    first.mkdir(parents=True, exist_ok=True)
+    if command == "prepare":
+        prepare(first, int(second))
+    elif not check(first, int(second)):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
