@@ -1,0 +1,57 @@
+#!/usr/bin/env python3
+"""Draw the slice results as one picture: step time by batch, beside the roofline and the rival's published times.
+
+python benchmarks/plot_results.py        reads benchmarks/results/slice-*.json, writes benchmarks/results/slice.svg
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+matplotlib.rcParams["svg.hashsalt"] = "slice"  # equal input gives equal bytes
+import matplotlib.pyplot as plt
+
+RESULTS = Path(__file__).with_name("results")
+# vLLM 0.26.0, the same layers in FP8 on the same kind of card, 2026-11-29; not run side by side.
+RIVAL_MS = {1: 9.6, 8: 19.1, 32: 25.6}
+COLOURS = {"rival": "#b0b7c3", "FP8": "#1f6f8b", "NVFP4 experts": "#e08e45"}
+
+
+def rows(name: str) -> dict[int, dict[str, float]]:
+    """Result rows of a file by batch."""
+    return {row["batch"]: row for row in json.loads((RESULTS / name).read_text(encoding="utf-8"))}
+
+
+def main() -> None:
+    """Write the picture."""
+    series = {"FP8": rows("slice-fp8-h200.json"), "NVFP4 experts": rows("slice-nvfp4-h200.json")}
+    figure, axes = plt.subplots(figsize=(7.2, 3.4), layout="constrained")
+    width, batches = 0.27, list(RIVAL_MS)
+    bars = axes.bar(
+        [i - width for i in range(3)], RIVAL_MS.values(), width, color=COLOURS["rival"], label="vLLM 0.26, FP8"
+    )
+    axes.bar_label(bars, fmt="%.1f", fontsize=8)
+    for shift, (name, found) in enumerate(series.items()):
+        places = [i + shift * width for i in range(3)]
+        bars = axes.bar(
+            places, [found[b]["step_ms"] for b in batches], width, color=COLOURS[name], label=f"ours, {name}"
+        )
+        axes.bar_label(bars, fmt="%.1f", fontsize=8)
+        for place, batch in zip(places, batches, strict=True):
+            level = found[batch]["roofline_ms"]
+            label = "roofline" if (shift, batch) == (0, batches[0]) else None
+            axes.plot([place - width / 2, place + width / 2], [level, level], color="black", linewidth=1.5, label=label)
+    axes.set_xticks(range(3), [f"batch {b}" for b in batches])
+    axes.set_ylabel("ms a step")
+    axes.set_title("GLM-5.2 layers 0-8 + MTP, K = 3, 8k context, one H200: whole step, host included", fontsize=9)
+    axes.legend(frameon=False, fontsize=8, loc="upper left")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(RESULTS / "slice.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
