@@ -89,8 +89,8 @@ class CacheSpec:
         return (self.num_layers, num_pages, PAGE_SIZE, self.width)
 
 
-def cache_specs(config: ModelConfig, dialect: str, cache_dtype: str, with_draft: bool) -> tuple[CacheSpec, ...]:
-    """The pools of an artifact, families in CACHE_NAMES order; the draft's two are absent without a draft.
+def cache_specs(config: ModelConfig, dialect: str, cache_dtype: str, num_draft_modules: int) -> tuple[CacheSpec, ...]:
+    """The pools of an artifact, families in CACHE_NAMES order. The draft's two have a layer a module, and are absent without.
 
     `cache_dtype`: float32 (portable), bfloat16, or float8_e4m3fn (device: packed rows of bytes, typed int8. An MLA row is
     kv_lora e4m3 values, one float32 scale per 128 of them, then the rotated key in bf16; an index page is all keys in e4m3,
@@ -106,8 +106,11 @@ def cache_specs(config: ModelConfig, dialect: str, cache_dtype: str, with_draft:
         CacheSpec("target_mla", dtype, config.num_hidden_layers, mla, size),
         CacheSpec("target_indexer", dtype, len(config.full_layers), indexer, size),
     ]
-    if with_draft:
-        pools += [CacheSpec("draft_mla", dtype, 1, mla, size), CacheSpec("draft_indexer", dtype, 1, indexer, size)]
+    if num_draft_modules:
+        pools += [
+            CacheSpec("draft_mla", dtype, num_draft_modules, mla, size),
+            CacheSpec("draft_indexer", dtype, num_draft_modules, indexer, size),
+        ]
     if dialect == DEVICE:
         return tuple(pools)
     return tuple(

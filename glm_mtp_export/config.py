@@ -92,6 +92,10 @@ class ModelConfig:
         """Trunk layers that own an indexer; slot i of the target indexer cache belongs to full_layers[i]."""
         return tuple(i for i, kind in enumerate(self.indexer_types) if kind == FULL)
 
+    def num_draft_modules(self, num_drafts: int) -> int:
+        """MTP modules that `num_drafts` draft steps run: step j runs module j mod num_nextn_predict_layers."""
+        return min(num_drafts, self.num_nextn_predict_layers)
+
 
 @dataclass(frozen=True)
 class SpeculationConfig:

@@ -97,18 +97,19 @@ class MemoryPlan:
         return json.dumps(found, indent=1, sort_keys=True) + "\n"
 
 
-def cache_bytes_per_token(config: ModelConfig, cache_dtype: str, with_draft: bool = True) -> dict[str, int]:
+def cache_bytes_per_token(config: ModelConfig, cache_dtype: str, num_draft_modules: int = 1) -> dict[str, int]:
     """Bytes of one position in each cache: index caches only for the layers that own an indexer."""
     if cache_dtype == FLOAT4_CACHE:
         latent = config.kv_lora_rank // 2 + config.kv_lora_rank // 16 + 2 * config.qk_rope_head_dim + _FLOAT4_PAD
         index = config.index_head_dim + 4  # index keys stay FP8
         target = {"target_mla": config.num_hidden_layers * latent, "target_indexer": len(config.full_layers) * index}
-        return target | ({"draft_mla": latent, "draft_indexer": index} if with_draft else {})
+        draft = {"draft_mla": num_draft_modules * latent, "draft_indexer": num_draft_modules * index}
+        return target | (draft if num_draft_modules else {})
     if cache_dtype not in (BFLOAT16, FLOAT8):
         raise OptionError(
             f"--cache-dtype is {cache_dtype!r}, expected {BFLOAT16}, {FLOAT8} or {FLOAT4_CACHE} (plan only)."
         )
-    return {spec.name: spec.bytes_per_token for spec in cache_specs(config, DEVICE, cache_dtype, with_draft)}
+    return {spec.name: spec.bytes_per_token for spec in cache_specs(config, DEVICE, cache_dtype, num_draft_modules)}
 
 
 def rank_weight_bytes(entries: Sequence[WeightEntry], parallel: ParallelConfig) -> int:
@@ -228,11 +229,12 @@ def plan_memory(
         most = config.max_position_embeddings
         raise OptionError(f"--max-tokens is {max_tokens}, expected at most max_position_embeddings = {most}.")
     chosen = dtype or stored_dtype(view)
-    entries = weight_plan(view, DEVICE, chosen, with_draft)
+    num_modules = config.num_draft_modules(num_speculative_tokens) if with_draft else 0
+    entries = weight_plan(view, DEVICE, chosen, with_draft, num_modules)
     parallel = ParallelConfig(gpus, expert_parallel)
     target = rank_weight_bytes([e for e in entries if not e.name.startswith("draft.")], parallel)
     draft = rank_weight_bytes([e for e in entries if e.name.startswith("draft.")], parallel)
-    caches = cache_bytes_per_token(config, cache_dtype, with_draft)
+    caches = cache_bytes_per_token(config, cache_dtype, num_modules)
     memory = int(gpu_memory * GIB)
     left = memory - reserve_bytes - target - draft
     num_drafts = num_speculative_tokens if with_draft else 0

@@ -46,9 +46,12 @@ def stored_dtype(view: CheckpointView) -> str:
     return BFLOAT16 if most == PLAIN else FLOAT4 if most == NVFP4 else FLOAT8
 
 
-def weight_plan(view: CheckpointView, dialect: str, dtype: str | None, with_draft: bool) -> tuple[WeightEntry, ...]:
+def weight_plan(
+    view: CheckpointView, dialect: str, dtype: str | None, with_draft: bool, num_draft_modules: int | None = None
+) -> tuple[WeightEntry, ...]:
     """Plan every weight of the graph. `dtype` is one of DTYPES; None, in the portable dialect only, keeps stored values.
 
+    `num_draft_modules`: how many of the MTP modules a draft uses, from the first; None: all.
     Raises OptionError for an unknown dialect or dtype, CheckpointError when the MTP layer is asked for and not usable,
     or when the shapes cannot be laid out for the kernels.
     """
@@ -58,7 +61,8 @@ def weight_plan(view: CheckpointView, dialect: str, dtype: str | None, with_draf
         raise OptionError(f"--dtype is {dtype!r}, expected one of {', '.join(DTYPES)}.")
     if with_draft:
         view.require_draft()
-    entries = _Planner(view, dtype or BFLOAT16).entries(with_draft)
+    most = view.config.num_nextn_predict_layers if num_draft_modules is None else num_draft_modules
+    entries = _Planner(view, dtype or BFLOAT16).entries(most if with_draft else 0)
     return tuple(entries if dialect == DEVICE else _as_float32(entries, rounded=dtype is not None))
 
 
@@ -84,7 +88,7 @@ class _Planner:
     def config(self) -> ModelConfig:
         return self.view.config
 
-    def entries(self, with_draft: bool) -> Iterator[WeightEntry]:
+    def entries(self, num_draft_modules: int) -> Iterator[WeightEntry]:
         config = self.config
         vocab = (config.vocab_size, config.hidden_size)
         yield self._plain("target.embed", vocab, EMBEDDING)
@@ -94,7 +98,7 @@ class _Planner:
             yield from self._decoder(layer, config.indexer_types[layer] == FULL, sparse)
         yield self._plain("target.norm", (config.hidden_size,), FINAL_NORM)
         yield self._plain("target.lm_head", vocab, head, shard_axis=0)
-        for module in range(config.num_nextn_predict_layers if with_draft else 0):
+        for module in range(num_draft_modules):
             yield from self._draft(module)
 
     def _draft(self, module: int) -> Iterator[WeightEntry]:

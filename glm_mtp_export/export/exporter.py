@@ -88,6 +88,8 @@ class ExportOptions:
             raise OptionError(f"--tensor-parallel-size {size} needs --dialect device: the portable dialect runs alone.")
         if self.parallel.expert_parallel and size == 1:
             raise OptionError("--expert-parallel deals experts out to ranks: give --tensor-parallel-size 2 or more.")
+        if spec.num_logprobs < -1:
+            raise OptionError(f"--num-logprobs is {spec.num_logprobs}, expected -1 (none), 0 or more.")
         if spec.relaxed_topk < 1:
             raise OptionError(f"--relaxed-topk is {spec.relaxed_topk}, expected 1 or more.")
         if not 0.0 <= spec.relaxed_delta <= 1.0:
@@ -118,10 +120,13 @@ def export_checkpoint(
     dtype = options.dtype or stored_dtype(view)
     speculation = options.speculation
     with_draft = speculation.num_speculative_tokens > 0
-    weights = weight_plan(view, options.dialect, dtype if options.dialect == DEVICE else options.dtype, with_draft)
+    num_modules = view.config.num_draft_modules(speculation.num_speculative_tokens)
+    planned_dtype = dtype if options.dialect == DEVICE else options.dtype
+    weights = weight_plan(view, options.dialect, planned_dtype, with_draft, num_modules)
     vocabulary = read_vocabulary(checkpoint, view.config)
+    _check_vocabulary(speculation, vocabulary.size)
     cache_dtype = options.cache_dtype or ("float32" if options.dialect == PORTABLE else "bfloat16")
-    caches = cache_specs(view.config, options.dialect, cache_dtype, with_draft)
+    caches = cache_specs(view.config, options.dialect, cache_dtype, num_modules)
     _check_space(out, weights if options.dialect == PORTABLE else ())
     progress("trace", 0, 1)
     parallel = options.parallel
@@ -189,7 +194,13 @@ def _measured_conversions(
 
 
 def _check_target(out: Path, overwrite: bool) -> None:
-    """Refuse to replace what is not an artifact, or an artifact without being told to."""
+    """Refuse to replace what is not an artifact, or an artifact without being told to, and a place that cannot be written."""
+    if Path(os.path.abspath(out)) == Path.cwd():
+        raise OptionError(f"--output {out} is the current directory, which cannot be replaced. Name a directory in it.")
+    folder = _nearest_folder(out)
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        problem = "cannot be written by this user" if folder.is_dir() else "is a file"
+        raise OptionError(f"--output {out}: {folder} {problem}. Choose another directory.")
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not (out / MANIFEST_NAME).is_file():
@@ -200,12 +211,25 @@ def _check_target(out: Path, overwrite: bool) -> None:
         )
 
 
+def _nearest_folder(out: Path) -> Path:
+    """The first of `out`'s parents that exists."""
+    return next(folder for folder in out.absolute().parents if folder.exists())
+
+
+def _check_vocabulary(speculation: SpeculationConfig, size: int) -> None:
+    """Refuse counts of likeliest tokens that are more than there are tokens."""
+    counts = {"--num-logprobs": speculation.num_logprobs}
+    if speculation.use_relaxed_acceptance_for_thinking:
+        counts["--relaxed-topk"] = speculation.relaxed_topk
+    for name, count in counts.items():
+        if count > size:
+            raise OptionError(f"{name} is {count}, the tokenizer has {size} ids. Give at most that many.")
+
+
 def _check_space(out: Path, weights: Sequence[WeightEntry]) -> None:
     """Refuse before writing when the disk cannot take the weights file."""
     _, needed = weight_offsets(weights)
-    folder = out.absolute().parent
-    while not folder.exists():
-        folder = folder.parent
+    folder = _nearest_folder(out)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ArtifactError(

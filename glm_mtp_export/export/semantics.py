@@ -11,7 +11,14 @@ def semantic_choices(config: ModelConfig, speculation: SpeculationConfig, vocabu
     """Choice by name; the wording is part of the manifest and changes only with the behaviour."""
     drafts = speculation.num_speculative_tokens
     relaxed = speculation.use_relaxed_acceptance_for_thinking
-    return {
+    num_modules = config.num_draft_modules(drafts)
+    several = {
+        "draft_modules": (
+            f"draft step j runs module j mod {num_modules}, with its own caches and list. Over the verified rows every module "
+            "runs: module i reads module i - 1's normed state and, like module 0, the token after the row"
+        )
+    }
+    return (several if num_modules > 1 else {}) | {
         "acceptance": "a draft is accepted if it equals the target's sample at its position; lossless, no draft probabilities",
         "relaxed_acceptance": (
             f"in the thinking phase, temperature >= 1e-5: top {speculation.relaxed_topk} and p >= p1 - delta, untempered; "

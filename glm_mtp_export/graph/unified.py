@@ -35,10 +35,16 @@ class UnifiedStep(torch.nn.Module):
         parallel: ParallelConfig | None = None,
     ) -> None:
         super().__init__()
-        if speculation.num_speculative_tokens and config.num_nextn_predict_layers != 1:
+        num_drafts = speculation.num_speculative_tokens
+        if num_drafts and not config.num_nextn_predict_layers:
             raise ConfigError(
-                f"num_nextn_predict_layers is {config.num_nextn_predict_layers}; drafting needs a model with exactly one "
-                "MTP layer. Export with --num-speculative-tokens 0 to use the model without drafts."
+                "num_nextn_predict_layers is 0; drafting needs an MTP layer. Export with --num-speculative-tokens 0."
+            )
+        if config.num_draft_modules(num_drafts) > 1 and not config.index_share_for_mtp_iteration:
+            raise ConfigError(
+                f"num_nextn_predict_layers is {config.num_nextn_predict_layers} and index_share_for_mtp_iteration is "
+                "false: a step would select among positions that only other modules have written. Export with "
+                "--num-speculative-tokens 1, which runs the first module alone, or 0."
             )
         self.config, self.speculation, self.parallel = config, speculation, parallel or ParallelConfig()
         self.valid_vocab, self.thinking_end_ids = valid_vocab, list(thinking_end_ids) or [-1]

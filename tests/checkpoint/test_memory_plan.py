@@ -58,7 +58,7 @@ def test_cache_bytes_of_glm_5_2(cache_dtype: str, target: int, draft: int) -> No
     assert found["target_mla"] + found["target_indexer"] == target
     assert found["draft_mla"] + found["draft_indexer"] == draft
     assert sum(found.values()) == {"bfloat16": 96_640, "float8_e4m3fn": 54_728, FLOAT4_CACHE: 37_032}[cache_dtype]
-    assert sum(cache_bytes_per_token(BIG, cache_dtype, with_draft=False).values()) == target
+    assert sum(cache_bytes_per_token(BIG, cache_dtype, num_draft_modules=0).values()) == target
 
 
 def test_cache_bytes_of_t6() -> None:

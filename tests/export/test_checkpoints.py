@@ -68,9 +68,32 @@ def test_checkpoint_exports_and_passes_the_self_check(tmp_path: Path, options: d
     checked(write_synthetic(tmp_path / "c", **({"num_hidden_layers": 4} | options)), tmp_path / "out")
 
 
-def test_several_mtp_modules_are_refused_with_the_way_out(tmp_path: Path) -> None:
-    write_synthetic(tmp_path / "c", num_nextn_predict_layers=2)
-    with pytest.raises(ConfigError, match=r"exactly one MTP layer\. Export with --num-speculative-tokens 0"):
+@pytest.mark.parametrize(("num_drafts", "num_used"), [(1, 1), (5, 3)])
+def test_several_mtp_modules_pass_the_self_check(tmp_path: Path, num_drafts: int, num_used: int) -> None:
+    """Modules that no draft step reaches leave neither weights nor caches; which step runs which is in the manifest."""
+    write_synthetic(tmp_path / "c", num_hidden_layers=2, num_nextn_predict_layers=3)
+    manifest = checked(tmp_path / "c", tmp_path / "out", num_drafts)
+    modules = {w.name.split(".")[2] for w in manifest.weights if w.name.startswith("draft.")}
+    assert modules == {str(m) for m in range(num_used)}
+    pools = {c.name for c in manifest.caches if c.name.startswith("draft_mla")}
+    assert pools == {f"draft_mla.{m}" for m in range(num_used)}
+    assert ("draft_modules" in manifest.semantics) == (num_used > 1)
+    assert num_used == 1 or "module j mod 3" in manifest.semantics["draft_modules"]
+
+
+def test_several_mtp_modules_share_one_pool_in_the_device_dialect(tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "c", num_hidden_layers=2, num_nextn_predict_layers=2)
+    options = ExportOptions(dialect=DEVICE, dtype="bfloat16", speculation=SpeculationConfig(4))
+    manifest = export_checkpoint(tmp_path / "c", tmp_path / "out", options)
+    layers = {c.name: c.num_layers for c in manifest.caches}
+    assert layers["draft_mla"] == layers["draft_indexer"] == 2
+    # Over the verified rows each module writes once; of the four draft steps, three go on.
+    assert manifest.ops["GlmIndexer"] == 2 + 2 and manifest.ops["GlmMlaAttention"] == 2 + 2 + 3
+
+
+def test_several_mtp_modules_that_select_at_every_step_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "c", num_nextn_predict_layers=2, index_share_for_mtp_iteration=False)
+    with pytest.raises(ConfigError, match=r"Export with --num-speculative-tokens 1"):
         export_checkpoint(tmp_path / "c", tmp_path / "out", ExportOptions(speculation=SpeculationConfig(3)))
     assert not (tmp_path / "out").exists()
 

@@ -34,10 +34,10 @@ def rotate(x: Array, position: int, theta: float) -> Array:
 class DraftOracle:
     """Holds the layer's keys by position, as lists that grow or are overwritten."""
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Array], valid_vocab: int) -> None:
+    def __init__(self, config: ModelConfig, weights: dict[str, Array], valid_vocab: int, module: int = 0) -> None:
         self.config, self.valid_vocab = config, valid_vocab
         self.shared = {k.removeprefix("target."): v for k, v in weights.items() if k.startswith("target.")}
-        prefix = "draft.layers.0."
+        prefix = f"draft.layers.{module}."
         self.w = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
         self.latents: dict[int, Array] = {}
         self.index_keys: dict[int, Array] = {}

@@ -144,7 +144,7 @@ def _layer_weights(
 
 
 def graph_weights(model: GlmMoeDsaForCausalLM, config: ModelConfig, seed: int = 1) -> dict[str, Tensor]:
-    """Weights of the step for a transformers model, with a random MTP layer of the same kind as the last sparse layer."""
+    """Weights of the step for a transformers model, with random MTP layers of the same kind as the last sparse layer."""
     state = {k.removeprefix("model."): v.detach() for k, v in model.state_dict().items()}
     weights = {
         "target.embed": state["embed_tokens.weight"],
@@ -153,17 +153,23 @@ def graph_weights(model: GlmMoeDsaForCausalLM, config: ModelConfig, seed: int = 
     }
     for layer, kind in enumerate(config.indexer_types):
         weights |= _layer_weights(state, f"layers.{layer}.", f"target.layers.{layer}", config, kind == "full")
+    for module in range(config.num_nextn_predict_layers):
+        weights |= _module_weights(config, module, seed + module, model.dtype)
+    return weights
+
+
+def _module_weights(config: ModelConfig, module: int, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    name, hidden = f"draft.layers.{module}", config.hidden_size
     donor = transformers_model(
-        replace(config, num_hidden_layers=1, mlp_layer_types=("sparse",), indexer_types=("full",)), seed, model.dtype
+        replace(config, num_hidden_layers=1, mlp_layer_types=("sparse",), indexer_types=("full",)), seed, dtype
     )
     other = {k.removeprefix("model."): v.detach() for k, v in donor.state_dict().items()}
-    weights |= _layer_weights(other, "layers.0.", "draft.layers.0", config, True)
+    weights = _layer_weights(other, "layers.0.", name, config, True)
     generator = torch.Generator().manual_seed(seed)
-    hidden = config.hidden_size
-    for name in ("enorm", "hnorm", "shared_head_norm"):
-        weights[f"draft.layers.0.{name}"] = (torch.rand(hidden, generator=generator) * 1.6 + 0.2).to(model.dtype)
+    for norm in ("enorm", "hnorm", "shared_head_norm"):
+        weights[f"{name}.{norm}"] = (torch.rand(hidden, generator=generator) * 1.6 + 0.2).to(dtype)
     joined = torch.randn(hidden, 2 * hidden, generator=generator) * (2 * hidden) ** -0.5
-    weights["draft.layers.0.eh_proj"] = joined.to(model.dtype)
+    weights[f"{name}.eh_proj"] = joined.to(dtype)
     return weights
 
 
@@ -187,7 +193,8 @@ class StepDriver:
         num_pages = self.max_requests * self.pages_each + 3
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(5))
         self.table = order[: self.max_requests * self.pages_each].view(self.max_requests, -1).int()
-        specs = cache_specs(self.config, "portable", "float32", self.speculation.num_speculative_tokens > 0)
+        num_modules = self.config.num_draft_modules(self.speculation.num_speculative_tokens)
+        specs = cache_specs(self.config, "portable", "float32", num_modules)
         self.specs: tuple[CacheSpec, ...] = specs
         self.pools = {s.name: torch.full(s.shape(num_pages), torch.nan, dtype=self.dtype) for s in specs}
         self.lengths = torch.zeros(self.max_requests, dtype=torch.int32)
