@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("svg")
-matplotlib.rcParams["svg.hashsalt"] = "slice"  # equal input gives equal bytes
 import matplotlib.pyplot as plt
+
+plt.switch_backend("svg")
+plt.rcParams["svg.hashsalt"] = "slice"  # equal input gives equal bytes
 
 RESULTS = Path(__file__).with_name("results")
 # vLLM 0.26.0, the same layers in FP8 on the same kind of card, 2026-11-29; not run side by side.
