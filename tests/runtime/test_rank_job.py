@@ -89,6 +89,23 @@ def test_ranks_generate_what_one_process_does(alone: list[list[int]]) -> None:
     assert len(calls) == 1 and calls.pop() > 3
 
 
+def test_torchrun_starts_a_job(alone: list[list[int]], tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+    ]
+    command += ["--redirects", "3", "--log-dir", str(tmp_path), str(PROGRAM), "ok", "0", "0"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=2 * MOST_SECONDS)
+    assert found.returncode == 0, found.stderr
+    texts = {path.parent.name: path.read_text(encoding="utf-8") for path in tmp_path.rglob("stdout.log")}
+    assert json.loads(texts["0"]) == alone and json.loads(texts["1"])["calls"] > 3
+
+
 @pytest.mark.parametrize(
     ("mode", "culprit", "line"),
     [
