@@ -102,6 +102,12 @@ def build(
             f"{artifact}: the artifact is of the {manifest.dialect} dialect, whose float32 caches our plugins do not "
             "take. Export it again with --dialect device."
         )
+    ranks, exported = profile.tensor_parallel_size, manifest.parallel.tensor_parallel_size
+    if ranks > 1 and ranks != exported:
+        raise EngineError(
+            f"profile {profile.name} is sized for {ranks} ranks, {artifact} was exported for {exported}. Export it with "
+            f"--tensor-parallel-size {ranks}, or name another profile."
+        )
     manifest.verify_files(artifact)
     library = find_plugins(plugins)
     model = load_graph(artifact / STEP_NAME)

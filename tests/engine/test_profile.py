@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from glm_mtp_export.artifact import PAGE_SIZE, Manifest, cache_specs, step_inputs, step_outputs
-from glm_mtp_export.checkpoint.synthetic import T6_CONFIG
+from glm_mtp_export.checkpoint.synthetic import T6_CONFIG, write_synthetic
 from glm_mtp_export.config import SpeculationConfig, parse_config
 from glm_mtp_export.engine.profile import EngineProfile, Span, load_profile, profile_names, shape_spans
-from glm_mtp_export.errors import OptionError
+from glm_mtp_export.engine.tensorrt import build
+from glm_mtp_export.errors import EngineError, OptionError
+from glm_mtp_export.export import ExportOptions, export_checkpoint
 
 
 def manifest(num_speculative_tokens: int) -> Manifest:
@@ -79,3 +81,11 @@ def test_smallest_tuned_and_largest_never_cross(num_speculative_tokens: int) -> 
             for span in spans.values():
                 for small, tuned, large in zip(span.smallest, span.tuned, span.largest, strict=True):
                     assert 1 <= small <= tuned <= large
+
+
+def test_a_profile_for_other_ranks_than_the_artifact_is_refused(tmp_path):
+    checkpoint = write_synthetic(tmp_path / "t6")
+    artifact = tmp_path / "artifact"
+    export_checkpoint(checkpoint, artifact, ExportOptions(dialect="device", dtype="bfloat16"))
+    with pytest.raises(EngineError, match="sized for 8 ranks, .* was exported for 1"):
+        build(artifact, load_profile("glm-5.2-fp8-h200x8"))
