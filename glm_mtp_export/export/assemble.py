@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import onnx
 
@@ -61,11 +62,18 @@ def with_bodies(model: onnx.ModelProto) -> None:
 
 
 def weight_offsets(weights: Iterable[WeightEntry]) -> tuple[dict[str, int], int]:
-    """Offset of each weight in the weights file, and the file's size."""
+    """Offset of each weight in the weights file, and the file's size.
+
+    Weights made of the same stored tensors in the same way, such as the embedding and a tied head, lie there once.
+    """
     offsets, end = {}, 0
+    places: dict[WeightEntry, int] = {}
     for entry in weights:
-        offsets[entry.name] = end
-        end += -(-entry.num_bytes // WEIGHT_ALIGNMENT) * WEIGHT_ALIGNMENT
+        made_of = replace(entry, name="", shard_axis=None)
+        if made_of not in places:
+            places[made_of] = end
+            end += -(-entry.num_bytes // WEIGHT_ALIGNMENT) * WEIGHT_ALIGNMENT
+        offsets[entry.name] = places[made_of]
     return offsets, end
 
 

@@ -272,7 +272,11 @@ def _write_weights(view: CheckpointView, weights: Sequence[WeightEntry], path: P
         progress("weights", done, size)
 
     with path.open("wb") as file:
+        written = set()
         for entry in weights:
+            if offsets[entry.name] in written:
+                continue  # another name of a range that is there
+            written.add(offsets[entry.name])
             file.seek(offsets[entry.name])
             write_entry(view, entry, file, advance)
         file.truncate(size)

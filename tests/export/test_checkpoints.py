@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from glm_mtp_export.artifact import DEVICE, FileRecord, Manifest
@@ -96,6 +98,20 @@ def test_several_mtp_modules_that_select_at_every_step_are_refused_with_the_way_
     with pytest.raises(ConfigError, match=r"Export with --num-speculative-tokens 1"):
         export_checkpoint(tmp_path / "c", tmp_path / "out", ExportOptions(speculation=SpeculationConfig(3)))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tied_head_lies_in_the_weights_file_once(tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "tied", num_hidden_layers=2, tie_word_embeddings=True)
+    write_synthetic(tmp_path / "own", num_hidden_layers=2)
+    tied, own = (checked(tmp_path / name, tmp_path / f"{name}-out") for name in ("tied", "own"))
+    vocab_bytes = next(w.num_bytes for w in own.weights if w.name == "target.lm_head")
+    sizes = [m.files["weights.bin"].num_bytes for m in (tied, own)]
+    assert sizes[1] - sizes[0] == vocab_bytes
+    graph = onnx.load(tmp_path / "tied-out" / "step.onnx", load_external_data=False).graph
+    places = {t.name: {e.key: e.value for e in t.external_data} for t in graph.initializer}
+    assert places["target.lm_head"] == places["target.embed"]
+    ranges = [(int(p["offset"]), int(p["length"])) for name, p in places.items() if p and name != "target.lm_head"]
+    assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(sorted(ranges)))  # nothing else shares
 
 
 def exported(checkpoint: Path, out: Path) -> tuple[FileRecord, FileRecord]:
