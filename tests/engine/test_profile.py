@@ -87,5 +87,5 @@ def test_a_profile_for_other_ranks_than_the_artifact_is_refused(tmp_path):
     checkpoint = write_synthetic(tmp_path / "t6")
     artifact = tmp_path / "artifact"
     export_checkpoint(checkpoint, artifact, ExportOptions(dialect="device", dtype="bfloat16"))
-    with pytest.raises(EngineError, match="sized for 8 ranks, .* was exported for 1"):
+    with pytest.raises(EngineError, match=r"sized for 8 ranks, .* was exported for 1"):
         build(artifact, load_profile("glm-5.2-fp8-h200x8"))
