@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -129,6 +130,16 @@ def _progress_bars() -> Iterator[Callable[[str, int, int], None]]:
         yield show
 
 
+@contextmanager
+def _stopping_cleanly() -> Iterator[None]:
+    """Make SIGTERM stop as Ctrl-C does, so that what was begun is removed."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="glm-mtp")
 def main() -> None:
@@ -207,7 +218,7 @@ def export(
         parallel=ParallelConfig(tensor_parallel_size, expert_parallel),
         overwrite=overwrite,
     )
-    with _progress_bars() as progress:
+    with _stopping_cleanly(), _progress_bars() as progress:
         manifest = export_checkpoint(checkpoint, output, options, progress)
     nodes = sum(manifest.ops.values())
     click.echo(
@@ -361,8 +372,8 @@ def _completion_json(result: Any) -> dict[str, Any]:
 @main.command()
 @click.argument("artifact", type=_DIRECTORY)
 @click.option("--backend", default="onnxruntime", show_default=True)
-@click.option("--num-prompts", type=int, default=8, show_default=True)
-@click.option("--max-tokens", type=int, default=64, show_default=True)
+@click.option("--num-prompts", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--json", "as_json", is_flag=True)
 def verify(artifact: Path, backend: str, num_prompts: int, max_tokens: int, as_json: bool) -> None:
     """Check an engine: numbers against the exporter's reference, ids with drafts against ids without."""

@@ -80,10 +80,12 @@ def read_json_object(path: Path, error: type[Exception]) -> Mapping[str, Any]:
     """Parse a file that must hold one JSON object; anything else raises `error` naming it."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise error(
             f"{path}: no such file. Give the folder that holds config.json and the .safetensors files."
         ) from None
+    except PermissionError:
+        raise error(f"{path}: this user may not read it. Give read permission.") from None
     except (OSError, UnicodeDecodeError) as cause:
         raise error(f"{path}: cannot be read ({cause}). Fetch this file again.") from cause
     except (ValueError, RecursionError) as cause:

@@ -82,6 +82,8 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], bool]:
             if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
                 raise _damaged(path, f"header length {length} does not fit a file of {size} bytes")
             text = stream.read(length)
+    except PermissionError:
+        raise CheckpointError(f"{path}: this user may not read it. Give read permission.") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error}). Fetch this shard again.") from error
     try:

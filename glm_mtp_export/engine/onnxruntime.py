@@ -53,8 +53,10 @@ def build(artifact: Path, profile: EngineProfile) -> tuple[EngineManifest, SelfC
 
 
 def check(artifact: Path, threads: int = 0) -> SelfCheck:
-    """Hold an artifact against its reference without writing anything."""
-    return self_check(_runner(artifact, threads), Manifest.load(artifact), artifact)
+    """Hold an artifact against its reference without writing anything. Raises as `build` does."""
+    manifest = Manifest.load(artifact)
+    manifest.verify_files(artifact)
+    return self_check(_runner(artifact, threads), manifest, artifact)
 
 
 def _runner(artifact: Path, threads: int) -> Any:
@@ -66,7 +68,8 @@ def _runner(artifact: Path, threads: int) -> Any:
         session = ort.InferenceSession(str(artifact / STEP_NAME), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # the runtime raises its own classes, all of them about this file
         raise EngineError(
-            f"{artifact / STEP_NAME}: ONNX Runtime {ort.__version__} cannot load it ({error})."
+            f"{artifact / STEP_NAME}: ONNX Runtime {ort.__version__} cannot load it ({error}). "
+            "Export the checkpoint again, or install another onnxruntime."
         ) from error
     names = [output.name for output in session.get_outputs()]
 

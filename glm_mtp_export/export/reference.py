@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from glm_mtp_export.artifact import PAGE_SIZE, CacheSpec
 from glm_mtp_export.config import ModelConfig, SpeculationConfig
@@ -98,4 +98,5 @@ def write_reference(
         tokens, drafts, length = results["next_tokens"], results.get("next_draft_tokens"), len(prompt)
         advance(1)
     stored |= {name: pool.numpy() for name, pool in pools.items()}
-    save_file({name: np.ascontiguousarray(value) for name, value in stored.items()}, str(path))
+    # Written here and not by the library, whose files only their owner may read.
+    path.write_bytes(save({name: np.ascontiguousarray(value) for name, value in stored.items()}))
