@@ -194,6 +194,7 @@ def inspect(checkpoint: Path, as_json: bool, hashes: Path | None) -> None:
 @click.option("--tensor-parallel-size", type=int, default=1, show_default=True)
 @click.option("--expert-parallel", is_flag=True, help="Whole experts per rank instead of slices of each.")
 @click.option("--overwrite", is_flag=True, help="Replace an artifact that is there.")
+@click.option("--ignore-preflight", is_flag=True, help="Go on where memory or disk look too small.")
 @_speculation_options
 def export(
     checkpoint: Path,
@@ -204,6 +205,7 @@ def export(
     tensor_parallel_size: int,
     expert_parallel: bool,
     overwrite: bool,
+    ignore_preflight: bool,
     **speculation: Any,
 ) -> None:
     """Write a checkpoint as one ONNX step graph with its weight plan and manifest."""
@@ -217,9 +219,12 @@ def export(
         speculation=SpeculationConfig(**speculation),
         parallel=ParallelConfig(tensor_parallel_size, expert_parallel),
         overwrite=overwrite,
+        ignore_preflight=ignore_preflight,
     )
     with _stopping_cleanly(), _progress_bars() as progress:
-        manifest = export_checkpoint(checkpoint, output, options, progress)
+        manifest = export_checkpoint(
+            checkpoint, output, options, progress, lambda needs: click.echo(f"{output}: {needs}", err=True)
+        )
     nodes = sum(manifest.ops.values())
     click.echo(
         f"{output}: {manifest.dialect} dialect, {manifest.dtype}, K = {manifest.speculation.num_speculative_tokens}, "

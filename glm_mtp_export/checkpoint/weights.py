@@ -24,11 +24,11 @@ from glm_mtp_export.checkpoint.sharding import rank_cut, rank_entry
 from glm_mtp_export.checkpoint.view import CheckpointView
 from glm_mtp_export.config import ParallelConfig
 
-__all__ = ["Progress", "fill", "materialise", "pieces", "stream", "write_entry"]
+__all__ = ["NUM_READERS", "Progress", "fill", "materialise", "pieces", "stream", "write_entry"]
 
 Progress = Callable[[int], None]  # called with the bytes of the graph weight that were just finished
 WHOLE = ParallelConfig()
-_NUM_READERS = min(4, os.cpu_count() or 1)  # numpy and reads release the interpreter; each holds a few pieces of memory
+NUM_READERS = min(4, os.cpu_count() or 1)  # numpy and reads release the interpreter; each holds a few pieces of memory
 _NUMPY: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
     "bfloat16": np.dtype("<u2"),
@@ -50,12 +50,12 @@ def pieces(
     if len(first) < 2:
         yield from (part.made(entry) for part in first)
         return
-    with ThreadPoolExecutor(_NUM_READERS) as readers:
+    with ThreadPoolExecutor(NUM_READERS) as readers:
         waiting: deque[Future[npt.NDArray[Any]]] = deque()
         try:
             for part in chain(first, parts):
                 waiting.append(readers.submit(part.made, entry))
-                if len(waiting) > _NUM_READERS:
+                if len(waiting) > NUM_READERS:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()

@@ -45,7 +45,7 @@ from glm_mtp_export.export.assemble import (
     with_external_weights,
     with_named_dimensions,
 )
-from glm_mtp_export.export.memory import free_memory_bytes
+from glm_mtp_export.export.memory import ExportNeeds, export_needs, free_memory_bytes
 from glm_mtp_export.export.reference import REFERENCE_NAME, write_reference
 from glm_mtp_export.export.semantics import semantic_choices
 from glm_mtp_export.export.trace import traced_step
@@ -53,10 +53,8 @@ from glm_mtp_export.export.vocabulary import TOKENIZER_FILES, Vocabulary, read_v
 
 __all__ = ["ExportOptions", "export_checkpoint"]
 
-# The reference run holds all weights in memory as float32, beside activations and caches of a few hundred rows. Where that does not
-# fit it is left out, and `build-engine` says that there was nothing to compare with.
+# Beyond this, or where memory is short, no reference is made, and `build-engine` says that there was nothing to compare with.
 _REFERENCE_LIMIT_BYTES = 4 << 30
-_REFERENCE_HEADROOM_BYTES = 512 << 20
 MAX_SPECULATIVE_TOKENS = 8
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
@@ -67,7 +65,8 @@ class ExportOptions:
 
     dtype None: as stored; one of DTYPES: converted, and in the portable dialect float32 values with the rounding of that
     conversion, so that the artifact is the oracle of the converted device artifact. cache_dtype None: float32 in the
-    portable dialect, bfloat16 in the device dialect. Raises OptionError for a value out of range.
+    portable dialect, bfloat16 in the device dialect. ignore_preflight: go on where memory or disk look too small. Raises
+    OptionError for a value out of range.
     """
 
     dialect: str = PORTABLE
@@ -76,6 +75,7 @@ class ExportOptions:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     overwrite: bool = False
+    ignore_preflight: bool = False
 
     def __post_init__(self) -> None:
         k, spec = self.speculation.num_speculative_tokens, self.speculation
@@ -108,9 +108,15 @@ def _ignore(stage: str, done: int, total: int) -> None:
 
 
 def export_checkpoint(
-    checkpoint: Path, out: Path, options: ExportOptions | None = None, progress: Progress = _ignore
+    checkpoint: Path,
+    out: Path,
+    options: ExportOptions | None = None,
+    progress: Progress = _ignore,
+    announce: Callable[[ExportNeeds], None] = lambda needs: None,
 ) -> Manifest:
     """Export `checkpoint` to directory `out` and return the manifest that was written.
+
+    `announce` is told what memory and disk the export takes, before it is refused or begins.
 
     Raises ConfigError, CheckpointError or OptionError before anything is written, ArtifactError when writing fails.
     """
@@ -127,7 +133,10 @@ def export_checkpoint(
     _check_vocabulary(speculation, vocabulary.size)
     cache_dtype = options.cache_dtype or ("float32" if options.dialect == PORTABLE else "bfloat16")
     caches = cache_specs(view.config, options.dialect, cache_dtype, num_modules)
-    _check_space(out, weights if options.dialect == PORTABLE else ())
+    needs = export_needs(weights, options.dialect, _REFERENCE_LIMIT_BYTES)
+    announce(needs)
+    if not options.ignore_preflight:
+        _check_needs(out, needs)
     progress("trace", 0, 1)
     parallel = options.parallel
     model = traced_step(
@@ -149,7 +158,8 @@ def export_checkpoint(
         (folder / STEP_NAME).write_bytes(model.SerializeToString(deterministic=True))
         if options.dialect == PORTABLE:
             _write_weights(view, weights, folder / WEIGHTS_NAME, progress)
-            _write_reference(view, weights, caches, vocabulary, speculation, folder, progress)
+            if 0 < needs.reference_bytes <= free_memory_bytes():
+                _write_reference(view, weights, caches, vocabulary, speculation, folder, progress)
         for name in TOKENIZER_FILES:
             if (checkpoint / name).is_file():
                 shutil.copyfile(checkpoint / name, folder / name)
@@ -226,14 +236,18 @@ def _check_vocabulary(speculation: SpeculationConfig, size: int) -> None:
             raise OptionError(f"{name} is {count}, the tokenizer has {size} ids. Give at most that many.")
 
 
-def _check_space(out: Path, weights: Sequence[WeightEntry]) -> None:
-    """Refuse before writing when the disk cannot take the weights file."""
-    _, needed = weight_offsets(weights)
-    folder = _nearest_folder(out)
-    free = shutil.disk_usage(folder).free
-    if needed > free:
+def _check_needs(out: Path, needs: ExportNeeds) -> None:
+    """Refuse before tracing and writing when disk or memory cannot take the export."""
+    free, memory = shutil.disk_usage(_nearest_folder(out)).free, free_memory_bytes()
+    if needs.disk_bytes > free:
         raise ArtifactError(
-            f"{out}: the weights need {needed:,} bytes, {free:,} are free. Free space or export elsewhere."
+            f"{out}: the weights need {needs.disk_bytes:,} bytes, {free:,} are free. Free space, export elsewhere, or add "
+            "--ignore-preflight."
+        )
+    if needs.memory_bytes > memory:
+        raise OptionError(
+            f"The export needs up to {needs.memory_bytes:,} bytes of memory, this process may take {memory:,} more. Give it "
+            "more memory, or add --ignore-preflight."
         )
 
 
@@ -292,9 +306,6 @@ def _write_reference(
     folder: Path,
     progress: Progress,
 ) -> None:
-    needed = sum(w.num_bytes for w in weights)
-    if needed > _REFERENCE_LIMIT_BYTES or needed + _REFERENCE_HEADROOM_BYTES > free_memory_bytes():
-        return
     calls = 0
 
     def advance(count: int) -> None:
