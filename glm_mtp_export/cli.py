@@ -425,6 +425,9 @@ def demo(output: Path | None, num_speculative_tokens: int) -> None:
 @click.option("--gpu-memory", type=float, default=141.0, show_default=True, help="GiB a GPU.")
 @click.option("--max-batch", type=int, default=32, show_default=True)
 @click.option("--max-tokens", type=int, default=None, help="Context a request; default: the most that fits.")
+@click.option(
+    "--max-total-context", type=int, default=0, help="Tokens that the requests of a call hold together; 0: no cap."
+)
 @click.option("--cache-dtype", default="bfloat16", show_default=True)
 @click.option("--dtype", type=click.Choice(_DTYPES), default=None, help="Weight format; default: as stored.")
 @click.option(

@@ -56,6 +56,7 @@ class EngineProfile:
     opt_batch: int = 0  # of decode; 0: max_batch
     threads: int = 0  # onnxruntime; 0: one per core
     tensor_parallel_size: int = 1
+    max_total_context: int = 0  # positions that the requests of one call hold together; 0: as many as the pages hold
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -80,6 +81,10 @@ class EngineProfile:
             problems.append(f"opt_rows is {self.opt_rows}, expected 0 to max_rows {self.max_rows}")
         if not 0 <= self.opt_batch <= self.max_batch:
             problems.append(f"opt_batch is {self.opt_batch}, expected 0 to max_batch {self.max_batch}")
+        if 0 != self.max_total_context < self.max_context:
+            problems.append(
+                f"max_total_context is {self.max_total_context}, expected 0 or at least max_context {self.max_context}"
+            )
         if self.threads < 0:
             problems.append(f"threads is {self.threads}, expected 0 or more")
         return problems

@@ -118,6 +118,8 @@ def test_unreadable_manifests(tmp_path: Path, text: str, message: str) -> None:
         ({"max_context": 2000}, "max_context 2000 needs 32 pages, num_pages is 16"),
         ({"opt_batch": 5}, "opt_batch is 5, expected 0 to max_batch 4"),
         ({"threads": -1}, "threads is -1"),
+        ({"max_total_context": 255}, "max_total_context is 255, expected 0 or at least max_context 256"),
+        ({"max_total_context": -1}, "max_total_context is -1"),
     ],
 )
 def test_senseless_profiles(change: dict[str, Any], message: str) -> None:

@@ -74,6 +74,7 @@ class MemoryPlan:
     max_num_batched_tokens: int
     max_batch: int
     max_tokens: int  # wished for, or the most that fits at max_batch
+    max_total_context: int  # of an engine profile: tokens that a call's requests hold together; 0: the pages decide
     cache_bytes_per_token: Mapping[str, int]
     ranks: tuple[RankMemory, ...]
     num_pages: int  # that the caches have room for, at the workspace of max_batch and max_tokens
@@ -160,6 +161,7 @@ class _Budget:
     bytes_per_token: int
     num_speculative_tokens: int
     num_rows: int
+    max_total_context: int
 
     def workspace(self, batch: int, tokens: int) -> int:
         return workspace_bytes(
@@ -176,19 +178,28 @@ class _Budget:
         return batch * -(-(tokens + drafts + max(drafts - 1, 0)) // PAGE_SIZE)
 
     def fits(self, batch: int, tokens: int) -> bool:
-        return self.pages_needed(batch, tokens) <= self.pages(batch, tokens)
+        within = not self.max_total_context or batch * tokens <= self.max_total_context
+        return within and self.pages_needed(batch, tokens) <= self.pages(batch, tokens)
+
+    def limit(self, batch: int, tokens: int) -> str:
+        """Why that many do not fit."""
+        if self.pages_needed(batch, tokens) > self.pages(batch, tokens):
+            return "GPU memory"
+        return f"max_total_context ({self.max_total_context:,})"
 
     def largest_context(self, batch: int) -> tuple[int, str]:
         """Tokens a request, and what ends it."""
         most = self.config.max_position_embeddings
         if self.fits(batch, most):
             return most, f"max_position_embeddings ({most:,})"
-        return _largest(most, lambda tokens: self.fits(batch, tokens)), "GPU memory"
+        largest = _largest(most, lambda tokens: self.fits(batch, tokens))
+        return largest, self.limit(batch, largest + 1)
 
     def largest_batch(self, tokens: int) -> tuple[int, str]:
         if self.fits(self.num_rows, tokens):
             return self.num_rows, f"max_num_batched_tokens ({self.num_rows:,})"
-        return _largest(self.num_rows, lambda batch: self.fits(batch, tokens)), "GPU memory"
+        largest = _largest(self.num_rows, lambda batch: self.fits(batch, tokens))
+        return largest, self.limit(largest + 1, tokens)
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
@@ -212,14 +223,19 @@ def plan_memory(
     num_speculative_tokens: int = 3,
     expert_parallel: bool = False,
     max_num_batched_tokens: int = 2048,
+    max_total_context: int = 0,
     reserve_bytes: int = RESERVE_BYTES,
 ) -> MemoryPlan:
-    """Plan `gpus` cards of `gpu_memory` GiB; `dtype` None: as stored; `max_tokens` None: the most that fits."""
+    """Plan `gpus` cards of `gpu_memory` GiB; `dtype` None: as stored; `max_tokens` None: the most that fits.
+
+    `max_total_context`: as in an engine profile; 0: the pages decide.
+    """
     for name, value in (
         ("--gpus", gpus),
         ("--max-batch", max_batch),
         ("--max-tokens", max_tokens),
         ("--gpu-memory", gpu_memory),
+        ("--max-total-context", max_total_context or None),
     ):
         if value is not None and not value > 0:
             raise OptionError(f"{name} is {value}, expected more than 0.")
@@ -238,7 +254,7 @@ def plan_memory(
     memory = int(gpu_memory * GIB)
     left = memory - reserve_bytes - target - draft
     num_drafts = num_speculative_tokens if with_draft else 0
-    budget = _Budget(config, gpus, left, sum(caches.values()), num_drafts, max_num_batched_tokens)
+    budget = _Budget(config, gpus, left, sum(caches.values()), num_drafts, max_num_batched_tokens, max_total_context)
     largest, limit = budget.largest_context(max_batch)
     tokens = max_tokens or max(1, largest)
     batch, batch_limit = budget.largest_batch(tokens)
@@ -256,11 +272,12 @@ def plan_memory(
         max_num_batched_tokens=max_num_batched_tokens,
         max_batch=max_batch,
         max_tokens=tokens,
+        max_total_context=max_total_context,
         cache_bytes_per_token=caches,
         ranks=ranks,
         num_pages=pages,
         num_pages_needed=needed,
-        fits=needed <= pages,
+        fits=budget.fits(max_batch, tokens),
         largest_context=largest,
         context_limit=limit if left > 0 else "the weights alone do not fit",
         largest_context_alone=budget.largest_context(1)[0],

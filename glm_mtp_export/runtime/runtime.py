@@ -22,7 +22,7 @@ from glm_mtp_export.runtime.metrics import EngineStatistics, Gauges, prometheus_
 from glm_mtp_export.runtime.paging import page_count
 from glm_mtp_export.runtime.request import Delta, GenerationResult, Request
 from glm_mtp_export.runtime.sampling import SamplingParams
-from glm_mtp_export.runtime.scheduler import SchedulerConfig
+from glm_mtp_export.runtime.scheduler import UNLIMITED_CONTEXT, SchedulerConfig
 from glm_mtp_export.runtime.session import StepSession
 from glm_mtp_export.runtime.sessions import open_session
 from glm_mtp_export.runtime.tokenizer import Tokenizer
@@ -77,6 +77,7 @@ class Runtime:
             max_batch_size=profile.max_batch,
             max_num_batched_tokens=profile.max_rows,
             max_chunk_tokens=profile.max_rows,
+            max_total_context=profile.max_total_context or UNLIMITED_CONTEXT,
             enable_prefix_sharing=enable_prefix_sharing,
             enable_adaptive_drafts=enable_adaptive_drafts,
         )

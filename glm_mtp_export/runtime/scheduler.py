@@ -30,8 +30,9 @@ from glm_mtp_export.runtime.drafting import DraftPolicy
 from glm_mtp_export.runtime.paging import PageAllocator, page_count, slots_needed
 from glm_mtp_export.runtime.sequence import Sequence
 
-__all__ = ["ScheduledRow", "Scheduler", "SchedulerConfig"]
+__all__ = ["UNLIMITED_CONTEXT", "ScheduledRow", "Scheduler", "SchedulerConfig"]
 
+UNLIMITED_CONTEXT = 1 << 31  # more positions than any pool holds
 _DECODE_ROWS = 2  # a decode row feeds one token, or two after the host replaced a sampled one
 
 
@@ -42,7 +43,7 @@ class SchedulerConfig:
     max_batch_size: int = 64
     max_num_batched_tokens: int = 2048
     max_chunk_tokens: int = 2048
-    max_total_context: int = 1 << 31
+    max_total_context: int = UNLIMITED_CONTEXT
     enable_prefix_sharing: bool = True
     enable_adaptive_drafts: bool = True
 

@@ -113,6 +113,17 @@ def test_small_model_is_limited_by_its_positions_and_rows(t6: Path) -> None:
     assert (plan.largest_batch, plan.batch_limit) == (256, "max_num_batched_tokens (256)")
 
 
+def test_a_cap_on_the_batchs_total_context_limits_what_the_scheduler_would_hold_back(t6: Path) -> None:
+    free = planned(t6, gpus=1, max_batch=4)
+    plan = planned(t6, gpus=1, max_batch=4, max_total_context=1000)
+    assert free.largest_context == 1024 and free.max_total_context == 0
+    assert (plan.largest_context, plan.context_limit) == (250, "max_total_context (1,000)")
+    assert plan.fits and plan.max_tokens == 250 and plan.largest_context_alone == 1000
+    plan = planned(t6, gpus=1, max_batch=4, max_tokens=300, max_total_context=1000)
+    assert not plan.fits and plan.num_pages_needed <= plan.num_pages
+    assert (plan.largest_batch, plan.batch_limit) == (3, "max_total_context (1,000)")
+
+
 def test_weights_that_do_not_fit_say_so(fp8: CheckpointView) -> None:
     plan = planned(fp8, gpus=4)
     assert not plan.fits and plan.largest_context == 0 and plan.context_limit == "the weights alone do not fit"
@@ -142,6 +153,7 @@ def test_workspace_grows_with_everything_it_depends_on() -> None:
         ({"gpus": 0}, "--gpus is 0"),
         ({"gpu_memory": -1.0}, "--gpu-memory is -1.0"),
         ({"max_batch": 0}, "--max-batch is 0"),
+        ({"max_total_context": -1}, "--max-total-context is -1"),
         ({"max_tokens": 1025}, "at most max_position_embeddings = 1024"),
         ({"dtype": "int4"}, "--dtype is 'int4'"),
     ],

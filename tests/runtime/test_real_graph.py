@@ -198,6 +198,8 @@ def test_load_uses_the_profile_of_the_engine_built_and_refuses_one_of_another_gr
         assert (runtime.session.num_pages, runtime.engine.config.max_batch_size) == (PROFILE.num_pages, 8)
         result = runtime.generate([10, 11, 12], _GREEDY)[0]
         assert result.token_ids == _plain_results(artifacts, {"r": ((10, 11, 12), _GREEDY)})["r"].token_ids
+    with Runtime.load(path, profile=replace(PROFILE, max_total_context=600)) as runtime:
+        assert runtime.engine.scheduler.config.max_total_context == 600
     record = path / "engine" / "onnxruntime" / "engine.json"
     digest = Manifest.load(path).files["step.onnx"].sha256
     record.write_text(record.read_text().replace(digest, "0" * 64))
