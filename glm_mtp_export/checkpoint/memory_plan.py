@@ -297,14 +297,15 @@ def render(plan: MemoryPlan) -> RenderableType:
     from rich.text import Text
 
     gib = plan.gpu_memory_bytes / GIB
-    table = Table(title=f"{plan.num_gpus} GPUs of {gib:.1f} GiB, --dtype {plan.dtype}", title_justify="left")
+    heading = Text(f"{plan.num_gpus} GPUs of {gib:.1f} GiB, weights as {plan.dtype}")
+    table = Table()
     table.add_column("GiB on each GPU")
     table.add_column("", justify="right")
     for part in (*_PARTS, "free"):
         table.add_row(part.replace("_", " "), f"{getattr(plan.ranks[0], part) / GIB:.2f}")
-    caches = Table(title=f"Cache bytes a token, {plan.cache_dtype}, the same on every GPU", title_justify="left")
-    caches.add_column("cache")
-    caches.add_column("bytes", justify="right")
+    caches = Table()
+    caches.add_column(f"cache, {plan.cache_dtype}, on every GPU")
+    caches.add_column("bytes a token", justify="right")
     for name, count in plan.cache_bytes_per_token.items():
         caches.add_row(name, f"{count:,}")
     caches.add_row("all", f"{plan.bytes_per_token:,}")
@@ -316,7 +317,9 @@ def render(plan: MemoryPlan) -> RenderableType:
         f"largest context for one request: {plan.largest_context_alone:,} tokens",
         f"largest batch at {plan.max_tokens:,} tokens: {plan.largest_batch:,}, limit: {plan.batch_limit}",
     ]
-    return Group(table, caches, Text("\n".join(lines)), *(Text(f"notice: {n}", style="dim") for n in plan.notices))
+    return Group(
+        heading, table, caches, Text("\n".join(lines)), *(Text(f"notice: {n}", style="dim") for n in plan.notices)
+    )
 
 
 def draw(plan: MemoryPlan, path: Path) -> None:
@@ -329,15 +332,25 @@ def draw(plan: MemoryPlan, path: Path) -> None:
         from glm_mtp_export.errors import MissingDependencyError
 
         raise MissingDependencyError("--picture needs matplotlib: pip install 'glm-mtp-export[plot]'.") from None
-    figure = Figure(figsize=(2 + 0.9 * len(plan.ranks), 4.5), layout="constrained")
+    figure = Figure(figsize=(5.5 + 0.6 * len(plan.ranks), 4.5), layout="constrained")
     axes = figure.subplots()
     names = [str(rank.rank) for rank in plan.ranks]
     base = [0.0] * len(names)
     for part in _PARTS:
         heights = [getattr(rank, part) / GIB for rank in plan.ranks]
-        axes.bar(names, heights, bottom=base, label=part.replace("_", " "))
+        axes.bar(names, heights, bottom=base, label=f"{part.replace('_', ' ')}: {heights[0]:.1f} GiB")
         base = [a + b for a, b in zip(base, heights, strict=True)]
-    axes.axhline(plan.gpu_memory_bytes / GIB, color="black", linestyle="--", label="GPU memory")
-    axes.set(xlabel="rank", ylabel="GiB", title=f"{plan.max_batch} x {plan.max_tokens:,} tokens, {plan.dtype}")
-    figure.legend(loc="outside right upper", fontsize="small")
+    memory, free = plan.gpu_memory_bytes / GIB, plan.ranks[0].free / GIB
+    if free >= 0:
+        axes.bar(names, [free] * len(names), bottom=base, color="none", edgecolor="grey", label=f"free: {free:.1f} GiB")
+    missing = f", {-free:.1f} GiB too little" if free < 0 else ""
+    axes.axhline(memory, color="black", linestyle="--", label=f"memory of a GPU: {memory:.1f} GiB{missing}")
+    axes.set(xlabel="GPU (rank)", ylabel="GiB", ylim=(0, 1.08 * max(memory, *base)))
+    axes.set_title(
+        f"{plan.max_batch} requests of {plan.max_tokens:,} tokens: {'fits' if plan.fits else 'does NOT fit'}\n"
+        f"weights as {plan.dtype}, caches as {plan.cache_dtype}",
+        fontsize="medium",
+    )
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize="small")  # in the order of the bars
     figure.savefig(path)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from glm_mtp_export.errors import GlmMtpError, MissingDependencyError, OptionError
 from glm_mtp_export.runtime.request import Delta
@@ -132,10 +133,13 @@ class LoadReport:
 
     def text(self) -> str:
         """A table for people."""
-        lines = [f"{name:26} {value:10.3f}" for name, value in self._totals().items()]
-        lines.append(f"{'milliseconds':26} " + " ".join(f"{f'p{p}':>10}" for p in _PERCENTILES))
+        lines = [
+            f"{name:27} {value:10d}" if isinstance(value, int) else f"{name:27} {value:10.3f}"
+            for name, value in self._totals().items()
+        ]
+        lines.append(f"{'milliseconds':27} " + " ".join(f"{f'p{p}':>10}" for p in _PERCENTILES))
         for name, values in self.percentiles().items():
-            lines.append(f"{name:26} " + " ".join(f"{1e3 * value:10.1f}" for value in values.values()))
+            lines.append(f"{name:27} " + " ".join(f"{1e3 * value:10.1f}" for value in values.values()))
         return "\n".join(lines)
 
     def plot(self, path: Path) -> None:
@@ -148,23 +152,31 @@ class LoadReport:
             ) from error
         figure = Figure(figsize=(12, 4), layout="constrained")
         first, each, over_time = figure.subplots(1, 3)
-        start = min(r.arrival for r in self.requests)
-        known = [(r.arrival - start, r.time_to_first_token) for r in self.requests if r.time_to_first_token is not None]
+        options = self.options
+        to_first = [t for r in self.requests if (t := r.time_to_first_token) is not None]
         per_token = [t for r in self.requests if (t := r.time_per_output_token) is not None]
-        for axes, values, goal, label in (
-            (first, [t for _, t in known], self.options.first_token_goal, "time to first token, s"),
-            (each, per_token, self.options.per_token_goal, "time per output token, s"),
-        ):
-            axes.ecdf(values) if values else None
-            axes.axvline(goal, linestyle="--", color="grey")
-            axes.set(xlabel=label, ylabel="share of requests")
-        over_time.plot(*zip(*known, strict=True), ".") if known else None
-        over_time.set(xlabel="arrival, s", ylabel="time to first token, s")
+        _plot_shares(first, to_first, options.first_token_goal, "time to first token, s")
+        _plot_shares(each, per_token, options.per_token_goal, "time per output token, s")
+        self._plot_run(over_time)
+        failed = f", {self.num_failed} failed" if self.num_failed else ""
         figure.suptitle(
-            f"{self.options.rate:g} requests/s, {self.output_tokens_per_second:.0f} tokens/s, "
-            f"goodput {self.goodput:.2f} requests/s, {self.tokens_per_call:.2f} tokens a call"
+            f"{len(self.requests)} requests{failed}: {options.rate:g} arrive a second, "
+            f"{self.goodput:.2f} a second meet both goals; "
+            f"{self.output_tokens_per_second:.0f} tokens/s, {self.tokens_per_call:.2f} tokens a call"
         )
         figure.savefig(path)
+
+    def _plot_run(self, axes: Any) -> None:
+        """One mark a request: when it came and how long its first token took."""
+        start = min(r.arrival for r in self.requests)
+        for met, mark, label in ((True, "o", "met both goals"), (False, "x", "missed a goal")):
+            chosen = [r for r in self.requests if r.time_to_first_token is not None and self.met_goals(r) == met]
+            if chosen:
+                axes.plot(
+                    [r.arrival - start for r in chosen], [r.time_to_first_token for r in chosen], mark, label=label
+                )
+                axes.legend(fontsize="small")
+        axes.set(title="The run", xlabel="time of arrival, s", ylabel="time to first token, s", ylim=(0, None))
 
     def _totals(self) -> dict[str, float]:
         return {
@@ -238,6 +250,18 @@ def _prompt(runtime: Runtime, options: LoadOptions, rng: random.Random) -> Promp
         return rng.choice(options.prompts)
     # Ids of the tokenizer only: padded rows of the vocabulary mean nothing to the model.
     return [rng.randrange(runtime.manifest.tokenizer_size) for _ in range(rng.randint(*options.prompt_tokens))]
+
+
+def _plot_shares(axes: Any, values: Sequence[float], goal: float, label: str) -> None:
+    """The share of requests that were at most that slow, with percentiles and the goal."""
+    axes.axvline(goal, linestyle="--", color="black", label=f"goal: {goal:g} s")
+    if values:
+        axes.ecdf(values)
+        for percent, color in zip(_PERCENTILES, ("tab:green", "tab:orange", "tab:red"), strict=True):
+            value = _percentile(sorted(values), percent)
+            axes.plot(value, percent / 100, "o", color=color, label=f"p{percent}: {value:.3g} s")
+    axes.set(title="Requests that were this fast", xlabel=label, ylabel="share of requests", xlim=(0, None))
+    axes.legend(loc="lower right", fontsize="small")
 
 
 def _percentile(ordered: Sequence[float], percent: int) -> float:
