@@ -346,11 +346,9 @@ def draw(plan: MemoryPlan, path: Path) -> None:
     missing = f", {-free:.1f} GiB too little" if free < 0 else ""
     axes.axhline(memory, color="black", linestyle="--", label=f"memory of a GPU: {memory:.1f} GiB{missing}")
     axes.set(xlabel="GPU (rank)", ylabel="GiB", ylim=(0, 1.08 * max(memory, *base)))
-    axes.set_title(
-        f"{plan.max_batch} requests of {plan.max_tokens:,} tokens: {'fits' if plan.fits else 'does NOT fit'}\n"
-        f"weights as {plan.dtype}, caches as {plan.cache_dtype}",
-        fontsize="medium",
-    )
+    wish = f"{plan.max_batch} requests of {plan.max_tokens:,} tokens: {'fits' if plan.fits else 'does NOT fit'}"
+    heading = wish if plan.largest_context else f"no context fits, limit: {plan.context_limit}"
+    axes.set_title(f"{heading}\nweights as {plan.dtype}, caches as {plan.cache_dtype}", fontsize="medium")
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize="small")  # in the order of the bars
     figure.savefig(path)
