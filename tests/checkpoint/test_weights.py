@@ -141,6 +141,22 @@ def test_fp8_blocks_of_any_size_with_partial_edges(tmp_path: Path, block: tuple[
     assert scale.shape == (-(-40 // block[0]), -(-64 // block[1]))
 
 
+def test_merged_weights_keep_the_scale_rows_of_each(tmp_path: Path) -> None:
+    """80 and 72 rows in blocks of 32: three scale rows each, the last one partial. Of 152 rows there would be only five."""
+    sizes = {"hidden_size": 200, "q_lora_rank": 80, "kv_lora_rank": 64, "num_hidden_layers": 2}
+    block = (32, 64)
+    write_synthetic(tmp_path, layout="fp8", block=block, **sizes)
+    view = CheckpointView.open(tmp_path)
+    names = [f"model.layers.0.self_attn.{n}.weight_scale_inv" for n in ("q_a_proj", "kv_a_proj_with_mqa")]
+    assert [view.store.tensors[name].shape for name in names] == [(3, 4), (3, 4)]
+    expected = reference.graph_weights(reference.read_all(tmp_path), T6_CONFIG | sizes, block)
+    check_portable(view, expected)
+    (entry,) = (e for e in weight_plan(view, "portable", None, False) if e.name == "target.layers.0.attn.qkv_a")
+    parts_of_it = [view.weight(source) for source in entry.sources]
+    merged = np.concatenate([part.floats(0, part.num_rows) for part in parts_of_it])
+    assert merged.shape == (152, 200) and np.array_equal(materialise(view, entry), merged)
+
+
 def test_odd_row_windows_pick_the_right_blocks(tmp_path: Path) -> None:
     write_synthetic(tmp_path, layout="fp8", block=(16, 32))
     weight = CheckpointView.open(tmp_path).weight("model.layers.0.self_attn.kv_b_proj")

@@ -57,6 +57,7 @@ LATER: list[dict[str, Any]] = [
     {"num_hidden_layers": 2, "first_k_dense_replace": 3},
     {"n_group": 4, "topk_group": 2},
     {"index_topk": 7},
+    {"index_topk": 4096},
     {"indexer_types": ["full", "full", "shared", "full", "shared", "shared"], "num_hidden_layers": 6},
 ]
 

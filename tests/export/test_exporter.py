@@ -16,14 +16,17 @@ import onnxruntime as ort
 import pytest
 from safetensors.numpy import load_file
 
-from glm_mtp_export.artifact import DEVICE, Manifest
-from glm_mtp_export.checkpoint.synthetic import write_synthetic
-from glm_mtp_export.config import SpeculationConfig
+from glm_mtp_export.artifact import DEVICE, PORTABLE, Manifest, cache_specs
+from glm_mtp_export.checkpoint import CheckpointView, weight_plan
+from glm_mtp_export.checkpoint.synthetic import T6_CONFIG, write_stand_in, write_synthetic
+from glm_mtp_export.config import ParallelConfig, SpeculationConfig
 from glm_mtp_export.engine.onnxruntime import build
 from glm_mtp_export.engine.profile import load_profile
 from glm_mtp_export.errors import ArtifactError, CheckpointError, EngineError, OptionError
 from glm_mtp_export.export import ExportOptions, export_checkpoint
+from glm_mtp_export.export.assemble import weight_offsets, with_bodies, with_external_weights
 from glm_mtp_export.export.reference import reference_feeds
+from glm_mtp_export.export.trace import traced_step
 from glm_mtp_export.ops import OP_TABLE, PLUGIN_ATTRIBUTES
 
 
@@ -109,6 +112,82 @@ def test_all_experts_are_in_the_graph_and_routing_happens_at_run_time(checkpoint
     stacks = [w for w in manifest.weights if w.name.endswith(("moe.w13", "moe.w2"))]
     assert sum(w.shape[0] * (2 if w.name.endswith("w13") else 1) for w in stacks) == (5 + 1) * 8 * 3
     assert manifest.ops["GlmRouter"] == 5 + 3
+
+
+def test_every_expert_of_every_layer_is_reached_at_run_time(tmp_path):
+    """No expert is frozen or lost by tracing; that outputs equal the torch step's is tested above."""
+
+    def even(tensors):  # the random biases of T6 leave an expert without a token
+        for name in [n for n in tensors if n.endswith("e_score_correction_bias")]:
+            tensors[name].bits[:] = 8
+
+    copy = tmp_path / "copy"
+    options = ExportOptions(speculation=SpeculationConfig(3))
+    export_checkpoint(write_synthetic(tmp_path / "t6", edit=even), copy, options)
+    model, manifest = onnx.load(copy / "step.onnx", load_external_data=False), Manifest.load(copy)
+    routers = [node for node in model.graph.node if node.op_type == "GlmRouter"]
+    chosen = [node.output[0] for node in routers]
+    model.graph.output.extend(onnx.helper.make_tensor_value_info(n, onnx.TensorProto.INT32, None) for n in chosen)
+    (copy / "step.onnx").write_bytes(model.SerializeToString())
+    session = ort.InferenceSession(str(copy / "step.onnx"), providers=["CPUExecutionProvider"])
+    pools = {c.name: np.zeros([1 if e == "N" else e for e in c.shape("N")], np.float32) for c in manifest.caches}
+    seen = {node.input[1]: set() for node in routers}  # by weight: the draft's steps share one
+    assert len(seen) == 5 + 1
+    for token in range(300):  # in the draft only the last row of a call is routed, so many calls
+        prompt = np.array([token, (7 * token) % 300], np.int32)
+        feeds = reference_feeds(manifest.config, manifest.speculation, prompt, None, 0, 1) | pools
+        for node, ids in zip(routers, session.run(chosen, feeds), strict=True):
+            seen[node.input[1]] |= set(ids.reshape(-1).tolist())
+    assert {name: sorted(experts) for name, experts in seen.items()} == {name: [*range(8)] for name in seen}
+
+
+@pytest.mark.parametrize("layers", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 12))])
+def test_the_draft_selects_for_itself_at_any_depth_of_the_trunk(tmp_path, layers):
+    """For these depths the schedule's formula says "shared" where the MTP layer stands."""
+    checkpoint, out = write_synthetic(tmp_path / "t6", num_hidden_layers=layers), tmp_path / "out"
+    export_checkpoint(checkpoint, out, ExportOptions(dialect=DEVICE, speculation=SpeculationConfig(3)))
+    nodes = onnx.load(out / "step.onnx").graph.node
+    indexers = {n.output[0]: n for n in nodes if n.op_type == "GlmIndexer"}
+    owners = [i for i in indexers if any("draft" in name for name in indexers[i].input)]
+    assert len(owners) == 1 and len(indexers) == 1 + len(Manifest.load(out).config.full_layers)
+    sources = {output: n for n in nodes for output in n.output}
+
+    def made_from(name, seen):
+        if name in indexers:
+            return {name}
+        node = sources.get(name)
+        if node is None or name in seen:
+            return set()
+        return set().union(*(made_from(i, seen | {name}) for i in node.input if i))
+
+    readers = [n for n in nodes if n.op_type == "GlmMlaAttention" and any("draft" in i for i in n.input)]
+    selections = OP_TABLE["GlmMlaAttention"].inputs
+    place = [i.name for i in selections].index("selection")
+    first = readers[0]
+    assert made_from(first.input[place], frozenset()) == set(owners)
+
+
+def test_the_graph_stays_small_when_the_weights_pass_two_gigabytes(tmp_path):
+    """Planned and traced from headers; the file of weights is written tensor by tensor, so only the graph could grow."""
+    vocabulary = 13_000_000  # 3.3 GB of float32 each in embedding and head
+    big = T6_CONFIG | {"vocab_size": vocabulary, "num_hidden_layers": 2}
+    view = CheckpointView.open(write_stand_in(tmp_path, big, "bf16"))
+    weights, speculation = weight_plan(view, PORTABLE, None, True), SpeculationConfig(1)
+    caches = cache_specs(view.config, PORTABLE, "float32", True)
+    model = traced_step(view.config, speculation, caches, weights, vocabulary, (), ParallelConfig())
+    with_bodies(model)
+    with_external_weights(model, weights, "weights.bin")
+    offsets, size = weight_offsets(weights)
+    assert size > 6 << 30 and max(offsets.values()) > 1 << 31
+    (tmp_path / "step.onnx").write_bytes(model.SerializeToString())
+    assert (tmp_path / "step.onnx").stat().st_size < 1 << 20
+    with (tmp_path / "weights.bin").open("wb") as file:
+        file.truncate(size)
+    onnx.checker.check_model(str(tmp_path / "step.onnx"))
+    entries = {
+        e.key: e.value for e in next(t for t in model.graph.initializer if t.name == "target.lm_head").external_data
+    }
+    assert int(entries["offset"]) == offsets["target.lm_head"] and entries["location"] == "weights.bin"
 
 
 @pytest.mark.parametrize("k", [0, 1, 7])
