@@ -173,15 +173,16 @@ def render(report: InspectReport) -> RenderableType:
     table = Table(title=report.directory, title_justify="left", caption=_caption(report), caption_justify="left")
     for heading in ("model", "group", "stored as"):
         table.add_column(heading)
-    for heading in ("modules", "parameters (M)", "GiB"):
+    unit, unit_bytes = ("GiB", 2**30) if report.num_bytes >= 2**30 else ("MiB", 2**20)
+    for heading in ("modules", "parameters (M)", unit):
         table.add_column(heading, justify="right", no_wrap=True)
     for group in report.groups:
         stored = ", ".join(f"{n:,} {p}" if len(group.precisions) > 1 else p for p, n in group.precisions.items())
-        sizes = f"{group.num_modules:,}", f"{group.num_parameters / 1e6:,.2f}", f"{group.num_bytes / 2**30:.2f}"
+        sizes = f"{group.num_modules:,}", f"{group.num_parameters / 1e6:,.2f}", f"{group.num_bytes / unit_bytes:.2f}"
         table.add_row(group.model, group.group, stored, *sizes)
     table.add_section()
     modules = sum(group.num_modules for group in report.groups)
-    sizes = f"{modules:,}", f"{report.num_parameters / 1e6:,.2f}", f"{report.num_bytes / 2**30:.2f}"
+    sizes = f"{modules:,}", f"{report.num_parameters / 1e6:,.2f}", f"{report.num_bytes / unit_bytes:.2f}"
     table.add_row("total", "", "", *sizes)
     parts: list[RenderableType] = [table]
     parts += [Text(f"problem: {text}", style="red") for text in report.problems]

@@ -160,7 +160,10 @@ class Runtime:
         if not isinstance(prompt, str):
             return tuple(int(token) for token in prompt)
         if self.tokenizer is None:
-            raise RequestError("The prompt is text, but the artifact has no tokenizer.json. Send token ids.")
+            raise RequestError(
+                "The prompt is text, but the artifact has no tokenizer.json. Copy it from the checkpoint into the artifact, "
+                "or send token ids."
+            )
         return tuple(self.tokenizer.encode_prompt(prompt))
 
     def abort(self, request_id: str) -> None:

@@ -105,6 +105,15 @@ def test_mixed_precisions_are_listed(tmp_path: Path) -> None:
     assert "Target and MTP layer can be exported; --dtype float8_e4m3fn needs no conversion." in text
 
 
+def test_sizes_of_small_checkpoints_are_in_a_unit_that_shows_them(tmp_path: Path) -> None:
+    report = report_of(tmp_path)
+    experts = next(g for g in report.groups if (g.model, g.group) == ("target", "experts"))
+    text = text_of(report)
+    assert "MiB" in text and "GiB" not in text and f"{experts.num_bytes / 2**20:.2f}" in text
+    large = inspect_report(write_stand_in(tmp_path / "x", RELEASES["glm-5.2-slice-nvfp4"].config, "nvfp4"))
+    assert "GiB" in text_of(large) and f"{large.num_bytes / 2**30:.2f}" in text_of(large)
+
+
 def test_table_fits_eighty_columns_without_cutting_a_number(tmp_path: Path) -> None:
     release = RELEASES["glm-5.2-slice-nvfp4"]
     report = inspect_report(write_stand_in(tmp_path / "x", release.config, "nvfp4"))
