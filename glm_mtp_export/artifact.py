@@ -272,6 +272,7 @@ class Manifest:
     tokenizer_size: int
     thinking_token_ids: Mapping[str, int]  # think, /think, tool_call, where the tokenizer has them
     checkpoint: str  # where the weights came from, as given
+    mtp_checkpoint: str = ""  # where those of the MTP layer came from, if from another folder
     toolchain: Mapping[str, str] = field(default_factory=dict)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint_notices: tuple[str, ...] = ()  # what was odd about the checkpoint, as `inspect` says it

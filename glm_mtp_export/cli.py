@@ -113,6 +113,12 @@ def _speculation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return functools.reduce(lambda f, option: option(f), reversed(options), command)
 
 
+def _mtp_checkpoint(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The option for an MTP layer that lies in a folder of its own."""
+    text = "Another folder that holds the MTP layer, where CHECKPOINT has none."
+    return click.option("--mtp-checkpoint", type=_DIRECTORY, default=None, help=text)(command)
+
+
 @contextmanager
 def _progress_bars() -> Iterator[Callable[[str, int, int], None]]:
     """A progress callback (stage, done, total) that draws one bar a stage on standard error."""
@@ -152,7 +158,8 @@ def main() -> None:
 @click.option(
     "--hashes", type=_DIRECTORY, default=None, help="Check size and sha256 of every shard against FILE, or record them."
 )
-def inspect(checkpoint: Path, as_json: bool, hashes: Path | None) -> None:
+@_mtp_checkpoint
+def inspect(checkpoint: Path, as_json: bool, hashes: Path | None, mtp_checkpoint: Path | None) -> None:
     """Show what a checkpoint holds and whether MTP can be exported.
 
     Exit code 0: target and MTP layer can be exported; 3: the target only; 2: not even the target.
@@ -161,8 +168,10 @@ def inspect(checkpoint: Path, as_json: bool, hashes: Path | None) -> None:
     from glm_mtp_export.checkpoint.digest import check_files
     from glm_mtp_export.checkpoint.report import inspect_report, render
 
-    view = CheckpointView.scan(checkpoint)
+    view = CheckpointView.scan(checkpoint, mtp_checkpoint)
     if hashes is not None:
+        if mtp_checkpoint is not None:
+            raise OptionError("--hashes records one folder; inspect the one of --mtp-checkpoint on its own.")
         with _progress_bars() as progress:
             size, done = sum(path.stat().st_size for path in view.store.files), 0
 
@@ -195,6 +204,7 @@ def inspect(checkpoint: Path, as_json: bool, hashes: Path | None) -> None:
 @click.option("--expert-parallel", is_flag=True, help="Whole experts per rank instead of slices of each.")
 @click.option("--overwrite", is_flag=True, help="Replace an artifact that is there.")
 @click.option("--ignore-preflight", is_flag=True, help="Go on where memory or disk look too small.")
+@_mtp_checkpoint
 @_speculation_options
 def export(
     checkpoint: Path,
@@ -206,6 +216,7 @@ def export(
     expert_parallel: bool,
     overwrite: bool,
     ignore_preflight: bool,
+    mtp_checkpoint: Path | None,
     **speculation: Any,
 ) -> None:
     """Write a checkpoint as one ONNX step graph with its weight plan and manifest."""
@@ -220,6 +231,7 @@ def export(
         parallel=ParallelConfig(tensor_parallel_size, expert_parallel),
         overwrite=overwrite,
         ignore_preflight=ignore_preflight,
+        mtp_checkpoint=mtp_checkpoint,
     )
     with _stopping_cleanly(), _progress_bars() as progress:
         manifest = export_checkpoint(
@@ -436,11 +448,12 @@ def demo(output: Path | None, num_speculative_tokens: int) -> None:
 @click.option("--expert-parallel", is_flag=True, help="Whole experts per rank instead of slices of each.")
 @click.option("--picture", type=_DIRECTORY, default=None, help="Write stacked bars per rank (.png or .svg).")
 @click.option("--json", "as_json", is_flag=True)
-def plan(checkpoint: Path, as_json: bool, picture: Path | None, **sizes: Any) -> None:
+@_mtp_checkpoint
+def plan(checkpoint: Path, as_json: bool, picture: Path | None, mtp_checkpoint: Path | None, **sizes: Any) -> None:
     """Show what fits: weights per rank, caches per token, the largest context and batch, and what limits them."""
-    from glm_mtp_export.checkpoint import memory_plan
+    from glm_mtp_export.checkpoint import CheckpointView, memory_plan
 
-    result = memory_plan.plan_memory(checkpoint, **sizes)
+    result = memory_plan.plan_memory(CheckpointView.open(checkpoint, mtp_checkpoint), **sizes)
     if picture is not None:
         memory_plan.draw(result, picture)
     if as_json:

@@ -152,8 +152,13 @@ class TensorStore:
         self.files = tuple(sorted({info.file for info in self.tensors.values()}))
 
     @classmethod
-    def open(cls, directory: Path, is_wanted_unindexed: Callable[[str], bool] = lambda name: False) -> TensorStore:
-        """Read index and headers.
+    def open(
+        cls,
+        directory: Path,
+        is_wanted_unindexed: Callable[[str], bool] = lambda name: False,
+        beside: Path | None = None,
+    ) -> TensorStore:
+        """Read index and headers; from folder `beside` only what is wanted unindexed and not in `directory`.
 
         With an index, tensors of files it does not list are taken only if `is_wanted_unindexed(name)` (the MTP layer is
         often shipped in a file of its own); without one, every .safetensors file counts.
@@ -186,6 +191,8 @@ class TensorStore:
             else:
                 _add_indexed(tensors, found_here, path, weight_map, notices)
             stand_ins += [path.name] * headers_only
+        if beside is not None:
+            stand_ins += _add_folder(tensors, beside, is_wanted_unindexed, notices)
         if weight_map is not None and (lost := sorted(weight_map.keys() - tensors.keys())):
             shown = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
             raise CheckpointError(f"{index_path}: names {shown}, not in their shards. Fetch those shards again.")
@@ -223,6 +230,29 @@ class TensorStore:
         width = info.shape[-1] if info.shape else 1
         pitch = width * ITEM_BITS[info.dtype] // 8
         return self.read(info, start * pitch, stop * pitch).view(_NUMPY[info.dtype]).reshape(stop - start, -1)
+
+
+def _add_folder(
+    tensors: dict[str, TensorInfo], folder: Path, is_wanted: Callable[[str], bool], notices: list[str]
+) -> list[str]:
+    """Take the MTP tensors of another folder; gives the names of its files that hold headers only."""
+    files = sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith("."))
+    if not files:
+        raise CheckpointError(f"{folder}: needs .safetensors files, found none. Give the folder of the MTP layer.")
+    stand_ins, before = [], len(tensors)
+    for path in files:
+        found, headers_only = read_header(path)
+        wanted = {name: info for name, info in found.items() if is_wanted(name) and name not in tensors}
+        tensors.update(wanted)
+        if wanted and headers_only:
+            stand_ins.append(path.name)
+    if len(tensors) == before:
+        raise CheckpointError(
+            f"{folder}: holds no MTP tensors that the checkpoint lacks (they are named by a layer behind the trunk). "
+            "Give the folder of the MTP layer, or leave it out."
+        )
+    notices.append(f"{folder}: {len(tensors) - before} MTP tensors of this folder are used")
+    return stand_ins
 
 
 def _weight_map(path: Path) -> dict[str, str]:

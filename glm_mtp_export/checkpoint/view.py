@@ -59,9 +59,14 @@ class CheckpointView:
     recipe: QuantisationRecipe = field(repr=False, compare=False)
 
     @classmethod
-    def open(cls, directory: str | os.PathLike[str]) -> CheckpointView:
-        """Scan and refuse, all findings in one CheckpointError, when the target cannot be used."""
-        view = cls.scan(directory)
+    def open(
+        cls, directory: str | os.PathLike[str], mtp_directory: str | os.PathLike[str] | None = None
+    ) -> CheckpointView:
+        """Scan and refuse, all findings in one CheckpointError, when the target cannot be used.
+
+        `mtp_directory`: another folder, whose MTP tensors are taken where `directory` has none.
+        """
+        view = cls.scan(directory, mtp_directory)
         if view.problems:
             raise CheckpointError(
                 f"{view.directory}: {'; '.join(view.problems)}. "
@@ -70,12 +75,15 @@ class CheckpointView:
         return view
 
     @classmethod
-    def scan(cls, directory: str | os.PathLike[str]) -> CheckpointView:
+    def scan(
+        cls, directory: str | os.PathLike[str], mtp_directory: str | os.PathLike[str] | None = None
+    ) -> CheckpointView:
         """Read config and headers; raises only when those cannot be read, everything else is in `problems`."""
         root = Path(directory)
         config = load_config(root)
         first_draft = config.num_hidden_layers
-        store = TensorStore.open(root, lambda name: (layer_number(name) or 0) >= first_draft)
+        beside = Path(mtp_directory) if mtp_directory else None
+        store = TensorStore.open(root, lambda name: (layer_number(name) or 0) >= first_draft, beside)
         return _Scan(root, config, store).view()
 
     @property
@@ -91,8 +99,8 @@ class CheckpointView:
             )
         if self.draft_problems:
             raise CheckpointError(
-                f"{self.directory}: {'; '.join(self.draft_problems)}. Fetch the MTP layer's file, or export the target "
-                "alone with --num-speculative-tokens 0."
+                f"{self.directory}: {'; '.join(self.draft_problems)}. Fetch the MTP layer's file, name its folder with "
+                "--mtp-checkpoint, or export the target alone with --num-speculative-tokens 0."
             )
 
     def weight(self, module: str) -> StoredWeight:

@@ -65,8 +65,8 @@ class ExportOptions:
 
     dtype None: as stored; one of DTYPES: converted, and in the portable dialect float32 values with the rounding of that
     conversion, so that the artifact is the oracle of the converted device artifact. cache_dtype None: float32 in the
-    portable dialect, bfloat16 in the device dialect. ignore_preflight: go on where memory or disk look too small. Raises
-    OptionError for a value out of range.
+    portable dialect, bfloat16 in the device dialect. mtp_checkpoint: another folder that holds the MTP layer.
+    ignore_preflight: go on where memory or disk look too small. Raises OptionError for a value out of range.
     """
 
     dialect: str = PORTABLE
@@ -76,6 +76,7 @@ class ExportOptions:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     overwrite: bool = False
     ignore_preflight: bool = False
+    mtp_checkpoint: Path | None = None
 
     def __post_init__(self) -> None:
         k, spec = self.speculation.num_speculative_tokens, self.speculation
@@ -122,7 +123,7 @@ def export_checkpoint(
     """
     options = options or ExportOptions()
     _check_target(out, options.overwrite)
-    view = CheckpointView.open(checkpoint)
+    view = CheckpointView.open(checkpoint, options.mtp_checkpoint)
     dtype = options.dtype or stored_dtype(view)
     speculation = options.speculation
     with_draft = speculation.num_speculative_tokens > 0
@@ -180,6 +181,7 @@ def export_checkpoint(
             tokenizer_size=vocabulary.size,
             thinking_token_ids=dict(vocabulary.markers),
             checkpoint=str(checkpoint),
+            mtp_checkpoint=str(options.mtp_checkpoint or ""),
             toolchain={name: version(name) for name in ("torch", "onnx", "onnxscript")},
             checkpoint_notices=view.notices,
             kv_scales=view.kv_scales,

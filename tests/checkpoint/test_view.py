@@ -152,6 +152,30 @@ def test_mtp_layer_in_a_file_outside_the_index_is_found_with_one_notice(tmp_path
     assert portable(view) == portable(opened(tmp_path / "whole"))
 
 
+def test_mtp_layer_in_a_folder_of_its_own_is_taken_and_its_trunk_is_not(tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "trunk", with_draft=False)
+    other = write_synthetic(tmp_path / "other", seed=1, layout="fp8", quantised_draft=True, block=(128, 128))
+    view = CheckpointView.open(tmp_path / "trunk", other)
+    assert view.has_draft and view.num_draft_tensors == CheckpointView.open(other).num_draft_tensors
+    assert view.notices == (f"{other}: {view.num_draft_tensors} MTP tensors of this folder are used",)
+    found, trunk, draft = (
+        portable(view),
+        portable(CheckpointView.open(tmp_path / "trunk"), False),
+        portable(CheckpointView.open(other)),
+    )
+    assert found == {name: (draft if name.startswith("draft.") else trunk)[name] for name in found}
+    assert found["target.embed"] != draft["target.embed"]
+
+
+def test_mtp_layer_of_the_checkpoint_itself_comes_first(tmp_path: Path) -> None:
+    whole, other = write_synthetic(tmp_path / "whole"), write_synthetic(tmp_path / "other", seed=1)
+    with pytest.raises(CheckpointError, match=r"other: holds no MTP tensors that the checkpoint lacks"):
+        CheckpointView.open(whole, other)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"empty: needs \.safetensors files, found none"):
+        CheckpointView.open(whole, tmp_path / "empty")
+
+
 def test_promised_mtp_layer_that_is_absent_refuses_and_the_target_alone_works(tmp_path: Path) -> None:
     view = opened(tmp_path, with_draft=False)
     assert not view.has_draft

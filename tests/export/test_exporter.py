@@ -280,6 +280,14 @@ def test_head_dim_in_the_config_changes_nothing(artifact, tmp_path, head_dim):
         assert (out / name).read_bytes() == (artifact / name).read_bytes(), name
 
 
+def test_an_mtp_layer_from_another_folder_is_exported_and_recorded(tmp_path):
+    trunk, other = write_synthetic(tmp_path / "a", with_draft=False), write_synthetic(tmp_path / "b", seed=1)
+    manifest = export_checkpoint(trunk, tmp_path / "out", ExportOptions(mtp_checkpoint=other))
+    assert (manifest.checkpoint, manifest.mtp_checkpoint) == (str(trunk), str(other))
+    _, check = build(tmp_path / "out", load_profile("nano-cpu"))
+    assert check.performed
+
+
 def test_an_mtp_layer_that_is_missing_is_refused_and_can_be_left_out(tmp_path):
     stripped = write_synthetic(tmp_path / "t6", with_draft=False)
     out = tmp_path / "artifact"

@@ -106,7 +106,7 @@ class _RankFiller:
     """Writes a rank's slice of each weight to the card, and says how far it is."""
 
     def __init__(self, manifest: Manifest, place: RankPlace) -> None:
-        self._view = CheckpointView.open(manifest.checkpoint)
+        self._view = CheckpointView.open(manifest.checkpoint, manifest.mtp_checkpoint or None)
         self._whole = {entry.name: entry for entry in manifest.weights}
         self._parallel, self._rank = manifest.parallel, place.rank
         self._num_bytes = sum(entry.num_bytes for entry in rank_plan(manifest.weights, manifest.parallel))

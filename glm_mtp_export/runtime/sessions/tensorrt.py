@@ -92,7 +92,7 @@ class TensorRtSession:
         _check_aliases(engine, manifest, folder)
         session = cls(toolchain, engine, manifest, profile)
         try:
-            session._allocate(fill or _from_checkpoint(manifest.checkpoint))
+            session._allocate(fill or _from_checkpoint(manifest.checkpoint, manifest.mtp_checkpoint))
         except BaseException:
             session.close()
             raise
@@ -257,8 +257,8 @@ class TensorRtSession:
         self._stream.close()
 
 
-def _from_checkpoint(directory: str) -> WeightFiller:
-    view = CheckpointView.open(directory)
+def _from_checkpoint(directory: str, mtp_directory: str = "") -> WeightFiller:
+    view = CheckpointView.open(directory, mtp_directory or None)
 
     def fill(entry: WeightEntry, buffer: DeviceBuffer) -> None:
         write_entry(view, entry, cast(BinaryIO, _DeviceFile(buffer)))
