@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,23 @@ def test_the_demo_answers_its_sums_and_accepts_drafts(tmp_path):
     assert code == 0, stderr
     assert "6 of 6 right" in stdout
     assert float(stdout.split("tokens per call: ")[1].split(",")[0]) > 2
+
+
+@pytest.mark.slow
+def test_export_and_build_of_the_shipped_model_take_little_time_and_memory(tmp_path):
+    """Processor seconds on two cores, so that a busy machine does not fail it; both commands as a user starts them."""
+    seconds = 0.0
+    for command in (
+        ("export", nano_checkpoint(), "-o", tmp_path / "nano", "--num-speculative-tokens", 3),
+        ("build-engine", tmp_path / "nano"),
+    ):
+        arguments = [sys.executable, "-m", "glm_mtp_export", *map(str, command)]
+        process = os.posix_spawn(sys.executable, arguments, os.environ)
+        _, status, usage = os.wait4(process, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert usage.ru_maxrss * 1024 < 3e9
+        seconds += usage.ru_utime + usage.ru_stime
+    assert seconds < 90
 
 
 def test_generate_answers_a_message_and_reports_acceptance(nano):
