@@ -159,6 +159,15 @@ def test_manifest_states_the_error_of_a_conversion(tmp_path: Path) -> None:
     assert 0.05 < error.relative_rms < 0.15 and error.num_measured < error.num_values
     portable = export_checkpoint(tmp_path / "c", tmp_path / "out2", ExportOptions())
     assert portable.conversion_errors == ()
+    oracle = export_checkpoint(tmp_path / "c", tmp_path / "out3", ExportOptions(dtype="float4_e2m1fnx2"))
+    assert oracle.conversion_errors == (error,) and oracle.dtype == "float4_e2m1fnx2"
+    assert {w.name for w in oracle.weights if w.rounded_to == "nvfp4"} == {
+        w.name for w in oracle.weights if w.name.startswith("target.") and w.name.endswith((".w13", ".w2"))
+    }
+    assert oracle.files["weights.bin"] != portable.files["weights.bin"]
+    assert oracle.files["step.onnx"] == portable.files["step.onnx"]
+    _, check = build(tmp_path / "out3", load_profile("nano-cpu"))
+    assert check.performed and Manifest.load(tmp_path / "out3") == oracle
 
 
 _EXPORT = """
