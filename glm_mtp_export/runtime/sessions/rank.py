@@ -12,29 +12,26 @@ import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, cast
 
 import numpy as np
 
 from glm_mtp_export import __version__
-from glm_mtp_export.artifact import MANIFEST_NAME, Manifest, WeightEntry
+from glm_mtp_export.artifact import MANIFEST_NAME, Manifest
 from glm_mtp_export.checkpoint.sharding import rank_plan
-from glm_mtp_export.checkpoint.view import CheckpointView
-from glm_mtp_export.checkpoint.weights import write_entry
 from glm_mtp_export.engine_manifest import EngineManifest, EngineProfile, engine_directory
 from glm_mtp_export.errors import EngineError
 from glm_mtp_export.plugin_library import LIBRARY_NAME
 from glm_mtp_export.runtime.collectives import Collectives
-from glm_mtp_export.runtime.cuda import DeviceBuffer, use_device
+from glm_mtp_export.runtime.cuda import use_device
 from glm_mtp_export.runtime.logs import log_event
 from glm_mtp_export.runtime.rank_job import JobIdentity, LeaderSession, RankGroup, follow, lead
 from glm_mtp_export.runtime.rank_place import RankPlace, choose_card, place_from_environment
 from glm_mtp_export.runtime.session import Int32, StepInputs, StepOutputs, StepSession
+from glm_mtp_export.runtime.sessions.checkpoint_filler import CheckpointFiller
 
 __all__ = ["RankSession", "follow_artifact", "open_leader", "require_place"]
 
 _log = logging.getLogger(__name__)
-_PROGRESS_STEPS = 10  # lines a rank logs while it loads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,46 +90,13 @@ class _CardLoader:
         on_group(self._group)
         log_event(_log, logging.INFO, "group_joined", rank=place.rank, direct_bytes=self._group.direct_bytes)
         sliced = dataclasses.replace(self._manifest, weights=rank_plan(self._manifest.weights, self._manifest.parallel))
-        fill = _RankFiller(self._manifest, place)
+        fill = CheckpointFiller(self._manifest, place.rank)
         try:
             session = TensorRtSession.load(self._directory, sliced, self._profile, fill)
         except BaseException:
             self._group.abort()
             raise
         return RankSession(session, place, self._group.close)
-
-
-class _RankFiller:
-    """Writes a rank's slice of each weight to the card, and says how far it is."""
-
-    def __init__(self, manifest: Manifest, place: RankPlace) -> None:
-        self._view = CheckpointView.open(manifest.checkpoint, manifest.mtp_checkpoint or None)
-        self._whole = {entry.name: entry for entry in manifest.weights}
-        self._parallel, self._rank = manifest.parallel, place.rank
-        self._num_bytes = sum(entry.num_bytes for entry in rank_plan(manifest.weights, manifest.parallel))
-        self._done = 0
-
-    def __call__(self, entry: WeightEntry, buffer: DeviceBuffer) -> None:
-        file = cast(BinaryIO, _DeviceWriter(buffer))
-        write_entry(self._view, self._whole[entry.name], file, parallel=self._parallel, rank=self._rank)
-        before, self._done = self._done, self._done + entry.num_bytes
-        if before * _PROGRESS_STEPS // self._num_bytes != self._done * _PROGRESS_STEPS // self._num_bytes:
-            fields = {"rank": self._rank, "gib": self._done / 2**30, "of_gib": self._num_bytes / 2**30}
-            log_event(_log, logging.INFO, "weights_loaded", **fields)
-
-
-class _DeviceWriter:
-    """A file whose bytes lie on the card."""
-
-    def __init__(self, buffer: DeviceBuffer) -> None:
-        self._buffer, self._offset = buffer, 0
-
-    def write(self, data: memoryview) -> int:
-        """Copy behind what was written before."""
-        piece = np.frombuffer(data, dtype=np.uint8)
-        self._buffer.write(piece, self._offset)
-        self._offset += piece.nbytes
-        return piece.nbytes
 
 
 def require_place(directory: Path, manifest: Manifest) -> RankPlace | None:

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from glm_mtp_export.artifact import DEVICE, STEP_NAME, CacheSpec, Manifest, WeightEntry
-from glm_mtp_export.checkpoint.view import CheckpointView
-from glm_mtp_export.checkpoint.weights import write_entry
 from glm_mtp_export.cuda_device import cuda_device
 from glm_mtp_export.engine_manifest import (
     PLAN_NAME,
@@ -33,6 +31,7 @@ from glm_mtp_export.errors import ArtifactError, EngineError
 from glm_mtp_export.plugin_library import LIBRARY_NAME, describe_plugins
 from glm_mtp_export.runtime.cuda import DeviceBuffer, Graph, PinnedBuffer, Stream, free_bytes, use_device
 from glm_mtp_export.runtime.session import StepInputs, StepOutputs
+from glm_mtp_export.runtime.sessions.checkpoint_filler import CheckpointFiller
 from glm_mtp_export.runtime.sessions.step_layout import CallSizes, StepLayout, bucket, padded
 from glm_mtp_export.tensorrt_toolchain import Toolchain, load_toolchain
 
@@ -92,7 +91,7 @@ class TensorRtSession:
         _check_aliases(engine, manifest, folder)
         session = cls(toolchain, engine, manifest, profile)
         try:
-            session._allocate(fill or _from_checkpoint(manifest.checkpoint, manifest.mtp_checkpoint))
+            session._allocate(fill or CheckpointFiller(manifest))
         except BaseException:
             session.close()
             raise
@@ -255,30 +254,6 @@ class TensorRtSession:
         self._host_in.close()
         self._host_out.close()
         self._stream.close()
-
-
-def _from_checkpoint(directory: str, mtp_directory: str = "") -> WeightFiller:
-    view = CheckpointView.open(directory, mtp_directory or None)
-
-    def fill(entry: WeightEntry, buffer: DeviceBuffer) -> None:
-        write_entry(view, entry, cast(BinaryIO, _DeviceFile(buffer)))
-
-    return fill
-
-
-class _DeviceFile:
-    """Takes a weight's bytes piece by piece, so that the host holds one piece at a time."""
-
-    def __init__(self, buffer: DeviceBuffer) -> None:
-        self._buffer = buffer
-        self._offset = 0
-
-    def write(self, data: memoryview) -> int:
-        """Copy to the card behind what was written before."""
-        piece = np.frombuffer(data, dtype=np.uint8)
-        self._buffer.write(piece, self._offset)
-        self._offset += piece.nbytes
-        return piece.nbytes
 
 
 def _pool_bytes(cache: CacheSpec, num_pages: int) -> int:

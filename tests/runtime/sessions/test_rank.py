@@ -82,8 +82,8 @@ def test_the_graph_is_told_its_rank_and_the_group_is_left_last(manifest: Manifes
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_each_rank_fills_its_slices(manifest: Manifest, number: int, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", rank.__name__)
-    view, fill = CheckpointView.open(NANO), rank._RankFiller(manifest, RankPlace(number, 2, number, "", 0))
+    caplog.set_level("INFO", rank.CheckpointFiller.__module__)
+    view, fill = CheckpointView.open(NANO), rank.CheckpointFiller(manifest, number)
     whole = {entry.name: entry for entry in manifest.weights}
     for entry in rank_plan(manifest.weights, PARALLEL):
         buffer = fake_card.Buffer(entry.num_bytes)

@@ -39,7 +39,7 @@ def session(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> tensorrt.TensorR
     rows = (PROFILE.max_rows, PROFILE.max_batch * (K + 1))
     engine = fake_card.Engine(artifact, manifest, rows, MOST_COLUMNS)
     made = tensorrt.TensorRtSession(Toolchain("fake", fake_card, None), engine, manifest, PROFILE)
-    made._allocate(tensorrt._from_checkpoint(manifest.checkpoint))
+    made._allocate(tensorrt.CheckpointFiller(manifest))
     return made
 
 
@@ -108,7 +108,7 @@ def test_too_little_memory_is_refused_with_all_sizes(
 ) -> None:
     monkeypatch.setattr(tensorrt, "free_bytes", lambda: 1 << 10)
     with pytest.raises(EngineError, match=r"weights .* GiB, caches .* GiB and scratch .* are free on this card"):
-        session._allocate(tensorrt._from_checkpoint(session.manifest.checkpoint))
+        session._allocate(tensorrt.CheckpointFiller(session.manifest))
 
 
 def test_a_portable_artifact_is_refused(artifact: Path) -> None:
