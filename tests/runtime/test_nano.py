@@ -86,7 +86,7 @@ def test_structured_answers_follow_the_thinking_part(runtimes: dict[int, Runtime
 
 def test_relaxed_acceptance_inside_the_thinking_phase_only(tmp_path: Path) -> None:
     """With every token within reach any draft passes while thinking; the end marker and what follows stay strict."""
-    speculation = SpeculationConfig(3, use_relaxed_acceptance_for_thinking=True, relaxed_topk=512, relaxed_delta=1.0)
+    speculation = SpeculationConfig(3, use_relaxed_acceptance_for_thinking=True, relaxed_topk=482, relaxed_delta=1.0)
     export_checkpoint(_NANO, tmp_path / "relaxed", ExportOptions(speculation=speculation))
     manifest = Manifest.load(tmp_path / "relaxed")
     think, end = manifest.thinking_token_ids["think"], manifest.thinking_token_ids["think_end"]
