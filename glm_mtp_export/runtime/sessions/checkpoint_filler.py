@@ -10,6 +10,16 @@ import logging
 from typing import BinaryIO, cast
 
 import numpy as np
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from glm_mtp_export.artifact import Manifest, WeightEntry
 from glm_mtp_export.checkpoint.sharding import rank_plan
@@ -33,14 +43,30 @@ class CheckpointFiller:
         self._parallel, self._rank = manifest.parallel, rank
         self._num_bytes = sum(entry.num_bytes for entry in rank_plan(manifest.weights, manifest.parallel))
         self._done = 0
+        console = Console(stderr=True)
+        # One bar on a terminal; elsewhere, and for the other ranks, lines in the log.
+        self._bar = _bar(console, self._num_bytes) if console.is_terminal and rank == 0 else None
 
     def __call__(self, entry: WeightEntry, buffer: DeviceBuffer) -> None:
         file = cast(BinaryIO, _DeviceWriter(buffer))
         write_entry(self._view, self._whole[entry.name], file, parallel=self._parallel, rank=self._rank)
         before, self._done = self._done, self._done + entry.num_bytes
+        if self._bar is not None:
+            self._bar.update(TaskID(0), completed=self._done)
+            if self._done == self._num_bytes:
+                self._bar.stop()
+            return
         if before * _PROGRESS_STEPS // self._num_bytes != self._done * _PROGRESS_STEPS // self._num_bytes:
             fields = {"rank": self._rank, "gib": self._done / 2**30, "of_gib": self._num_bytes / 2**30}
             log_event(_log, logging.INFO, "weights_loaded", **fields)
+
+
+def _bar(console: Console, num_bytes: int) -> Progress:
+    columns = (TextColumn("weights"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    bar = Progress(*columns, TimeRemainingColumn(), console=console)
+    bar.add_task("weights", total=num_bytes)
+    bar.start()
+    return bar
 
 
 class _DeviceWriter:
