@@ -33,6 +33,7 @@ class RequestHandle:
         self._deltas: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
         self._completions: dict[int, Completion] = {}
         self._accepted = threading.Event()
+        self._is_admitted = False
         self._finished = threading.Event()
         self._error: BaseException | None = None
 
@@ -121,7 +122,8 @@ class EngineLoop:
             self._inbox.append(handle)
             self._wake.notify()
         handle._accepted.wait()
-        if handle._error is not None:
+        # What fails after a request was taken in belongs to its result, however soon it comes.
+        if not handle._is_admitted and handle._error is not None:
             raise handle._error
         return handle
 
@@ -184,6 +186,7 @@ class EngineLoop:
             handle._fail(error)
             return
         self._handles[handle.request.request_id] = handle
+        handle._is_admitted = True
         handle._accepted.set()
 
     def _dispatch(self, delta: Delta) -> None:

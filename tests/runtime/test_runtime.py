@@ -129,6 +129,30 @@ def test_a_failing_session_reaches_every_waiting_caller() -> None:
         assert not runtime.is_healthy
 
 
+class _BrokenSession(FakeSession):
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        raise EngineError("the card fell off the bus")
+
+
+def test_a_failure_right_after_admission_belongs_to_the_result_and_not_to_submit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine's thread may fail before the submitting thread looks: here it always has."""
+    with _runtime(_BrokenSession(fake_manifest(3))) as runtime:
+        wait = threading.Event.wait
+
+        def late(event: threading.Event, timeout: float | None = None) -> bool:
+            done = wait(event, timeout)
+            if threading.current_thread() is threading.main_thread():
+                time.sleep(0.2)
+            return done
+
+        monkeypatch.setattr(threading.Event, "wait", late)
+        handle = runtime.submit([4], SamplingParams(max_tokens=5))
+        with pytest.raises(EngineError, match="fell off the bus"):
+            handle.result(timeout=10)
+
+
 def test_closing_fails_what_still_runs() -> None:
     runtime = _runtime()
     handle = runtime.submit([1], SamplingParams(max_tokens=3000, ignore_eos=True))
