@@ -20,19 +20,8 @@ __all__ = ["build", "check"]
 
 
 def build(artifact: Path, profile: EngineProfile) -> tuple[EngineManifest, SelfCheck]:
-    """Check `artifact`, run its self-check and write its engine.json.
-
-    Raises ArtifactError for damaged files, EngineError for an artifact of the device dialect, a graph that does not load, or a
-    failed self-check.
-    """
-    manifest = Manifest.load(artifact)
-    if manifest.dialect == DEVICE:
-        raise EngineError(
-            f"{artifact}: the artifact is of the device dialect, which needs our GPU plugins. Use --backend tensorrt, or export "
-            "with --dialect portable for ONNX Runtime."
-        )
-    manifest.verify_files(artifact)
-    checked = self_check(_runner(artifact, profile.threads), manifest, artifact)
+    """Check `artifact`, run its self-check and write its engine.json. Raises as `check` does."""
+    checked = check(artifact, profile.threads)
     engine = EngineManifest(
         backend="onnxruntime",
         profile=profile,
@@ -40,7 +29,7 @@ def build(artifact: Path, profile: EngineProfile) -> tuple[EngineManifest, SelfC
         compute_capability="0.0",
         plugin_sha256="",
         plugin_archs=(),
-        step_sha256=manifest.files[STEP_NAME].sha256,
+        step_sha256=Manifest.load(artifact).files[STEP_NAME].sha256,
         files={},
         num_plugin_layers=0,
         notes=() if checked.performed else ("no self-check: the artifact holds no reference",),
@@ -53,8 +42,17 @@ def build(artifact: Path, profile: EngineProfile) -> tuple[EngineManifest, SelfC
 
 
 def check(artifact: Path, threads: int = 0) -> SelfCheck:
-    """Hold an artifact against its reference without writing anything. Raises as `build` does."""
+    """Hold an artifact against its reference without writing anything.
+
+    Raises ArtifactError for damaged files, EngineError for an artifact of the device dialect, a graph that does not load, or a
+    failed self-check.
+    """
     manifest = Manifest.load(artifact)
+    if manifest.dialect == DEVICE:
+        raise EngineError(
+            f"{artifact}: the artifact is of the device dialect, which needs our GPU plugins. Use --backend tensorrt, or export "
+            "with --dialect portable for ONNX Runtime."
+        )
     manifest.verify_files(artifact)
     return self_check(_runner(artifact, threads), manifest, artifact)
 
