@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from glm_mtp_export.artifact import Manifest
 
-__all__ = ["StepInputs", "StepOutputs", "StepSession"]
+__all__ = ["MAX_IN_FLIGHT", "AheadSession", "StepInputs", "StepOutputs", "StepSession"]
+
+MAX_IN_FLIGHT = 2  # calls launched and not collected: one that runs, one queued behind it
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
@@ -89,3 +91,21 @@ class StepSession(Protocol):
 
     def close(self) -> None:
         """Give the memory back; further calls are a bug."""
+
+
+class AheadSession(StepSession, Protocol):
+    """A session that takes a call before the results of the one before it are known on the host."""
+
+    def launch(self, inputs: StepInputs, follows: Int32 | None = None) -> None:
+        """Queue a call; at most MAX_IN_FLIGHT may be uncollected.
+
+        `follows` [B]: where it is j >= 0, request b continues request j of the call launched just before: the session puts in
+        what that call found (`glm_mtp_export.runtime.ahead.followed`), and the arrays hold the values for no draft accepted. In a
+        structured-output build `token_bitmask` None means that `supply_bitmask` gives it.
+        """
+
+    def supply_bitmask(self, token_bitmask: Int32) -> None:
+        """The mask [B, K+1, words] of the call launched last, once those before it are collected."""
+
+    def collect(self) -> StepOutputs:
+        """Wait for the oldest uncollected call."""

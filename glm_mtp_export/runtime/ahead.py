@@ -1,0 +1,124 @@
+"""What a call hands to the next one when the host has not seen its results: the reference, and a session that follows it.
+
+A decode row of the next call depends on this call in five values: the token to feed, the drafts to verify, how long the caches are,
+how many tokens are out, and whether the model still thinks. `Carry` holds them for every request of a call; `followed` puts them
+into inputs that were made for "no draft accepted". A card does the same with the kernels of GlmCarry and GlmFollow, between two
+calls in its queue. A request whose logits held a NaN (`next_tokens == -1`) feeds token 0, since its row is void anyway.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glm_mtp_export.artifact import Manifest
+from glm_mtp_export.runtime.session import MAX_IN_FLIGHT, Int32, StepInputs, StepOutputs, StepSession
+from glm_mtp_export.runtime.thinking import ThinkingIds, ThinkingPhase
+
+__all__ = ["Carry", "HostAheadSession", "carried", "followed"]
+
+
+@dataclass(frozen=True)
+class Carry:
+    """Of B requests after a call."""
+
+    num_accepted: Int32  # [B]
+    next_tokens: Int32  # [B]
+    draft_tokens: Int32  # [B, W], the new proposals
+    in_thinking_phase: NDArray[np.bool_]  # [B], after the committed tokens
+
+
+def carried(inputs: StepInputs, outputs: StepOutputs, ids: ThinkingIds) -> Carry:
+    """What the call with these inputs and outputs hands on."""
+    is_open = inputs.in_thinking_phase.copy()
+    for b, accepted in enumerate(outputs.num_accepted):
+        phase = ThinkingPhase(ids)
+        phase.is_open = bool(is_open[b])
+        phase.advance_all([*inputs.draft_tokens[b, :accepted].tolist(), int(outputs.next_tokens[b])])
+        is_open[b] = phase.is_open
+    drafts = outputs.next_draft_tokens if outputs.next_draft_tokens is not None else np.zeros_like(inputs.draft_tokens)
+    return Carry(outputs.num_accepted, outputs.next_tokens, drafts, is_open)
+
+
+def followed(inputs: StepInputs, follows: Int32, carry: Carry) -> StepInputs:
+    """`inputs` with the values of request follows[b] of the call before in every request b that continues one."""
+    rows = np.flatnonzero(follows >= 0)
+    before = follows[rows]
+    token_ids, drafts = inputs.token_ids.copy(), inputs.draft_tokens.copy()
+    lengths, offsets, is_open = (
+        inputs.cache_lengths.copy(),
+        inputs.sample_offset.copy(),
+        inputs.in_thinking_phase.copy(),
+    )
+    token_ids[inputs.row_offsets[rows]] = np.maximum(carry.next_tokens[before], 0)
+    drafts[rows] = carry.draft_tokens[before]
+    lengths[rows] += carry.num_accepted[before]
+    offsets[rows] += carry.num_accepted[before]
+    is_open[rows] = carry.in_thinking_phase[before]
+    return replace(
+        inputs,
+        token_ids=token_ids,
+        draft_tokens=drafts,
+        cache_lengths=lengths,
+        sample_offset=offsets,
+        in_thinking_phase=is_open,
+    )
+
+
+class HostAheadSession:
+    """Launches ahead on any session, one call after the other on the caller's thread: what the engine must keep to, on a CPU."""
+
+    def __init__(self, session: StepSession) -> None:
+        self._session = session
+        self._ids = ThinkingIds.of(session.manifest.thinking_token_ids)
+        self._needs_mask = any(spec.name == "token_bitmask" for spec in session.manifest.inputs)
+        self._queue: deque[tuple[StepInputs, Int32 | None]] = deque()
+        self._before: Carry | None = None
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the graph is."""
+        return self._session.manifest
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of each of the pools."""
+        return self._session.num_pages
+
+    def launch(self, inputs: StepInputs, follows: Int32 | None = None) -> None:
+        """Queue a call."""
+        if len(self._queue) == MAX_IN_FLIGHT:
+            raise RuntimeError(f"{MAX_IN_FLIGHT} calls are in flight; collect one first")
+        self._queue.append((inputs, follows))
+
+    def supply_bitmask(self, token_bitmask: Int32) -> None:
+        """Give the queued call its mask."""
+        if len(self._queue) != 1 or self._queue[-1][0].token_bitmask is not None:
+            raise RuntimeError("no call waits for a mask, or one before it is not collected")
+        inputs, follows = self._queue.pop()
+        self._queue.append((replace(inputs, token_bitmask=token_bitmask), follows))
+
+    def collect(self) -> StepOutputs:
+        """Run the oldest queued call."""
+        inputs, follows = self._queue.popleft()
+        if self._needs_mask and inputs.token_bitmask is None:
+            raise RuntimeError("the call has no token_bitmask; supply it before collecting")
+        if follows is not None:
+            assert self._before is not None
+            inputs = followed(inputs, follows, self._before)
+        outputs = self._session.run(inputs)
+        self._before = carried(inputs, outputs, self._ids)
+        return outputs
+
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        """One call, nothing in flight."""
+        self.launch(inputs)
+        return self.collect()
+
+    def close(self) -> None:
+        """Close the session behind it."""
+        self._queue.clear()
+        self._session.close()
