@@ -1,22 +1,24 @@
 #!/usr/bin/env python3
-"""Whole-step times of a GLM-5.2 slice on one card: layers 0-8 and the MTP layer at full width, K drafts, 8k contexts.
+"""Whole-step times of a GLM-5.2 slice: layers 0-8 and the MTP layer at full width, K drafts, 8k contexts, on one card or several.
 
     python benchmarks/slice_step.py prepare DIR [--format fp8|nvfp4|bf16]   anywhere: checkpoint headers and device artifact
     python benchmarks/slice_step.py build DIR                               anywhere with TensorRT(-RTX): the engine
     python benchmarks/slice_step.py run DIR --out FILE                      on the card: random weights, times
+    torchrun --nproc-per-node N benchmarks/slice_step.py run DIR --out FILE on N cards, of an artifact prepared for them
+    python benchmarks/slice_step.py compare ONE.ids.json OTHER.ids.json     where ids of two runs part
 
-`run` builds the engine if it is not there, fills the weights with normal values made on the card (uniform bytes would make huge
-numbers, zeros run faster than real data), prefills 8k random tokens a request, then times whole decode steps, host included, by the
-wall clock around `session.run`. A profile of a few steps gives the share of every kernel. Rows go to FILE as JSON and to standard
-output as a table.
+`prepare` takes --tensor-parallel-size and --expert-parallel, and --num-logprobs 2 for margins beside the ids. `run` builds the
+engine if it is not there, fills the weights with random values (random_weights.py: one model for any number of ranks), prefills 8k
+random tokens a request, then times whole decode steps, host included, by the wall clock around `session.run`. A profile of a few
+steps gives the share of every kernel, on rank 0. Rows go to FILE as JSON and to standard output as a table, greedy ids beside it.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import datetime
 import json
+import logging
 import statistics
 import sys
 import time
@@ -28,7 +30,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from glm_mtp_export.artifact import Manifest, WeightEntry
+from glm_mtp_export.artifact import Manifest
+from glm_mtp_export.config import ParallelConfig, SpeculationConfig
 from glm_mtp_export.engine_manifest import ENGINE_MANIFEST_NAME, EngineProfile, engine_directory
 
 NUM_LAYERS, CONTEXT, NUM_DRAFTS, BATCHES = 9, 8192, 3, (1, 8, 32)
@@ -44,11 +47,10 @@ PROFILE = EngineProfile(
 )
 
 
-def prepare(folder: Path, layout: str, cache_dtype: str) -> None:
+def prepare(folder: Path, layout: str, cache_dtype: str, parallel: ParallelConfig, num_logprobs: int) -> None:
     """Headers of a slice checkpoint and its device artifact: no weights anywhere."""
     from glm_mtp_export.checkpoint.layouts import GLM_5_2_CONFIG
     from glm_mtp_export.checkpoint.synthetic import write_stand_in
-    from glm_mtp_export.config import SpeculationConfig
     from glm_mtp_export.export import ExportOptions, export_checkpoint
 
     config = GLM_5_2_CONFIG | {
@@ -56,7 +58,8 @@ def prepare(folder: Path, layout: str, cache_dtype: str) -> None:
         "indexer_types": GLM_5_2_CONFIG["indexer_types"][:NUM_LAYERS],
     }
     write_stand_in(folder / "checkpoint", config, layout, num_shards=1, filling="headers", block=(128, 128))
-    options = ExportOptions("device", None, cache_dtype, SpeculationConfig(NUM_DRAFTS), overwrite=True)
+    speculation = SpeculationConfig(NUM_DRAFTS, num_logprobs=num_logprobs)
+    options = ExportOptions("device", None, cache_dtype, speculation, parallel, overwrite=True)
     export_checkpoint(folder / "checkpoint", folder / "artifact", options)
 
 
@@ -68,54 +71,6 @@ def build_engine(folder: Path, plugins: Path | None) -> None:
     print(f"build {report.build_seconds:.1f} s, {report.manifest.num_plugin_layers} plugin layers", flush=True)
 
 
-def random_filler() -> Any:
-    """A filler that makes each weight on the card: normal values with the fan-in's scale."""
-    import torch
-
-    copy = ctypes.CDLL("libcuda.so.1").cuMemcpyDtoD_v2
-    generator = torch.Generator("cuda").manual_seed(1)
-    chunk = 1 << 27
-
-    def fill(entry: WeightEntry, buffer: Any) -> None:
-        scale = 1.0 if entry.name.endswith("embed") else entry.shape[-1] ** -0.5
-        item = {"bfloat16": 2, "float32": 4}.get(entry.dtype, 1)
-        count = entry.num_bytes // item
-        for start in range(0, count, chunk):
-            size = min(chunk, count - start)
-            values = torch.randn(size, device="cuda", generator=generator)
-            made = stored(entry, values, scale)
-            status = copy(
-                ctypes.c_uint64(buffer.address + start * item),
-                ctypes.c_uint64(made.data_ptr()),
-                ctypes.c_size_t(size * item),
-            )
-            torch.cuda.synchronize()
-            if status:
-                raise RuntimeError(f"copy to the card failed with {status}")
-
-    def stored(entry: WeightEntry, values: Any, scale: float) -> Any:
-        columns = {"fp8_block": 6144, "nvfp4": 6144}  # fan-in of nearly all quantised weights
-        if entry.component == "block_scale":
-            return torch.full_like(values, columns["fp8_block"] ** -0.5)
-        if entry.component == "global_scale":
-            return torch.full_like(values, 0.5 * columns["nvfp4"] ** -0.5)
-        if entry.component == "group_scale":
-            return (values.abs() + 0.5).to(torch.float8_e4m3fn).view(torch.uint8)
-        if entry.dtype == "uint8":
-            return (values * 64).to(torch.int32).to(torch.uint8)
-        if entry.dtype == "float8_e4m3fn":
-            return values.to(torch.float8_e4m3fn)
-        if entry.name.endswith("norm") or entry.name.endswith("norm_weight"):
-            values = 1 + 0.1 * values
-        elif entry.name.endswith(("bias",)):
-            values = 0.05 * values
-        else:
-            values = values * scale
-        return values.to(torch.bfloat16) if entry.dtype == "bfloat16" else values
-
-    return fill
-
-
 class Requests:
     """Step inputs of a batch of requests on pages of their own."""
 
@@ -124,6 +79,21 @@ class Requests:
         self.block_table = (np.arange(batch * pages, dtype=np.int32) + 8).reshape(batch, pages)
         self.lengths = np.zeros(batch, np.int32)
         self.vocab = manifest.tokenizer_size
+        self.ids: list[list[int]] = [[] for _ in range(batch)]  # committed
+        self.margins: list[list[float]] = [[] for _ in range(batch)]  # nats between the two likeliest tokens there
+
+    def note(self, rows: list[int], drafts: np.ndarray | None, out: Any) -> None:
+        """Take up what a call committed."""
+        if (out.next_tokens < 0).any():
+            raise RuntimeError("a request's logits held a NaN")
+        self.lengths[rows] += out.num_accepted
+        for place, row in enumerate(rows):
+            num = int(out.num_accepted[place])
+            accepted = [] if drafts is None else drafts[place, :num].tolist()
+            self.ids[row] += [*accepted, int(out.next_tokens[place])]
+            if out.top_logprobs is not None:
+                best = out.top_logprobs[place, : num + 1]
+                self.margins[row] += (best[:, 0] - best[:, 1]).tolist()
 
     def inputs(self, rows: list[int], tokens: list[np.ndarray], drafts: np.ndarray | None) -> Any:
         from glm_mtp_export.runtime.session import StepInputs
@@ -157,6 +127,7 @@ def prefilled(session: Any, requests: Requests) -> tuple[list[float], np.ndarray
         out = session.run(requests.inputs([row], [prompt], None))
         seconds.append(time.perf_counter() - begin)
         requests.lengths[row] = len(prompt)
+        requests.note([row], None, out)
         tokens.append(out.next_tokens)
         drafts.append(out.next_draft_tokens)
     return seconds, np.concatenate(tokens), np.concatenate(drafts)
@@ -171,9 +142,8 @@ def decoded(
         begin = time.perf_counter()
         out = session.run(requests.inputs(rows, list(tokens[:, None]), drafts))
         seconds.append(time.perf_counter() - begin)
-        if (out.next_tokens < 0).any():
-            raise RuntimeError("a request's logits held a NaN")
-        requests.lengths += 1 + out.num_accepted
+        requests.lengths += 1
+        requests.note(rows, drafts, out)
         tokens, drafts = out.next_tokens, out.next_draft_tokens
     return seconds, (tokens, drafts)
 
@@ -230,19 +200,30 @@ def roofline_ms(manifest: Manifest, batch: int) -> float:
 
 
 def run(folder: Path, out: Path, plugins: Path | None, shares: bool) -> None:
-    """Build, fill, time, and write the rows."""
+    """Build, fill, time, and write the rows; on a rank above 0, follow."""
     import torch
+    from random_weights import RandomFiller
 
+    from glm_mtp_export.runtime.sessions.rank import follow_artifact, open_leader
     from glm_mtp_export.runtime.sessions.tensorrt import TensorRtSession
 
+    logging.basicConfig(level=logging.INFO)
     artifact = folder / "artifact"
+    if follow_artifact(artifact, PROFILE.backend, RandomFiller):
+        return
     manifest = Manifest.load(artifact)
+    num_ranks = manifest.parallel.tensor_parallel_size
     if not (engine_directory(artifact, PROFILE.backend) / ENGINE_MANIFEST_NAME).is_file():
         build_engine(folder, plugins)
     begin = time.perf_counter()
-    session = TensorRtSession.load(artifact, manifest, PROFILE, random_filler())
+    session: Any
+    if num_ranks > 1:
+        session = open_leader(artifact, manifest, PROFILE, RandomFiller)
+    else:
+        session = TensorRtSession.load(artifact, manifest, PROFILE, RandomFiller(manifest))
     print(f"load with random weights {time.perf_counter() - begin:.1f} s", flush=True)
     rows: list[dict[str, Any]] = []
+    answers: dict[str, Any] = {}
     for batch in BATCHES:
         requests = Requests(manifest, batch)
         prefill, tokens, drafts = prefilled(session, requests)
@@ -252,41 +233,69 @@ def run(folder: Path, out: Path, plugins: Path | None, shares: bool) -> None:
             "batch": batch,
             "step_ms": round(statistics.median(seconds) * 1000, 3),
             "step_ms_spread": [round(min(seconds) * 1000, 3), round(max(seconds) * 1000, 3)],
-            "roofline_ms": round(roofline_ms(manifest, batch), 3),
+            "roofline_ms": round(roofline_ms(session.manifest, batch), 3),
             "prefill_tokens_per_s": round((CONTEXT - 64) / statistics.median(prefill)),
             "dtype": manifest.dtype,
             "cache_dtype": manifest.cache_dtype,
             "context": CONTEXT,
             "num_drafts": NUM_DRAFTS,
             "layers": NUM_LAYERS,
+            "ranks": num_ranks,
+            "expert_parallel": manifest.parallel.expert_parallel,
+            "num_logprobs": manifest.speculation.num_logprobs,
             "card": torch.cuda.get_device_name(),
             "date": datetime.date.today().isoformat(),
         }
+        rows.append(row)
+        answers[str(batch)] = {"ids": requests.ids, "margins": requests.margins}
+        print(json.dumps(row), flush=True)
+        out.with_suffix(".ids.json").write_text(json.dumps(answers), encoding="utf-8")
+        out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         if shares:
             row["kernels_ms"] = {k: round(v, 4) for k, v in kernel_shares(session, requests, tokens, drafts).items()}
-        rows.append(row)
-        print(json.dumps({k: v for k, v in row.items() if k != "kernels_ms"}), flush=True)
+            out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         for name, value in row.get("kernels_ms", {}).items():
             print(f"    {value:8.3f} ms  {name}", flush=True)
-        out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     session.close()
+
+
+def compared(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """By batch: ids equal before requests part, requests equal throughout, and the first run's margins where others part."""
+    summary = {}
+    for batch, one in expected.items():
+        equal, whole, margins = 0, 0, []
+        for wanted, got, margin in zip(one["ids"], found[batch]["ids"], one["margins"], strict=True):
+            same = min(len(wanted), len(got))
+            place = next((i for i in range(same) if wanted[i] != got[i]), same)
+            equal, whole = equal + place, whole + (place == same)
+            margins += [round(margin[place], 4)] if place < same and margin else []
+        summary[batch] = {"requests": len(one["ids"]), "equal": whole, "equal_ids": equal, "margins": sorted(margins)}
+    return summary
 
 
 def main() -> None:
     """See the module's docstring."""
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("stage", choices=("prepare", "build", "run"))
+    cli.add_argument("stage", choices=("prepare", "build", "run", "compare"))
     cli.add_argument("folder", type=Path)
+    cli.add_argument("other", type=Path, nargs="?", help="of compare")
     cli.add_argument("--format", default="fp8", choices=("fp8", "nvfp4", "bf16"))
     cli.add_argument("--cache-dtype", default="float8_e4m3fn", choices=("bfloat16", "float8_e4m3fn"))
+    cli.add_argument("--tensor-parallel-size", type=int, default=1)
+    cli.add_argument("--expert-parallel", action="store_true")
+    cli.add_argument("--num-logprobs", type=int, default=-1)
     cli.add_argument("--out", type=Path, default=Path("slice.json"))
     cli.add_argument("--plugins", type=Path, default=None)
     cli.add_argument("--no-shares", action="store_true", help="skip the profile of kernels")
     options = cli.parse_args()
     if options.stage == "prepare":
-        prepare(options.folder, options.format, options.cache_dtype)
+        parallel = ParallelConfig(options.tensor_parallel_size, options.expert_parallel)
+        prepare(options.folder, options.format, options.cache_dtype, parallel, options.num_logprobs)
     elif options.stage == "build":
         build_engine(options.folder, options.plugins)
+    elif options.stage == "compare":
+        expected, found = (json.loads(path.read_text(encoding="utf-8")) for path in (options.folder, options.other))
+        print(json.dumps(compared(expected, found)))
     else:
         run(options.folder, options.out, options.plugins, not options.no_shares)
 

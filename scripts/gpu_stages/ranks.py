@@ -1,17 +1,20 @@
 """The embedded model over several cards of one machine, against one card, with TensorRT-RTX.
 
-    ranks.py prepare WORK SIZE        artifacts and engines of one and of SIZE ranks (by columns, by experts); needs no card
-    ranks.py answers ARTIFACT OUT     on every rank of a launcher, or alone: answers, step times; rank 0 writes OUT
-    ranks.py check WORK SIZE          all of it, and a rank killed on purpose; prints a JSON line, exits 1 when a bound is broken
+    ranks.py prepare WORK SIZE [DTYPE]   artifacts and engines of one and of SIZE ranks (by columns, by experts); needs no card
+    ranks.py answers ARTIFACT OUT        on every rank of a launcher, or alone: answers, step times, a long answer; rank 0 has OUT
+    ranks.py check WORK SIZE [DTYPE]     answers of one and of SIZE ranks against each other; prints a JSON line
+    ranks.py killed WORK SIZE [DTYPE]    kills the last rank in the middle of a long answer; prints a JSON line
 
-Bounds: ids equal one card's but where its two likeliest tokens are closer than CLOSE_NATS (sums of slices round differently); a
-killed rank ends the others within END_SECONDS.
+`check` and `killed` prepare what is not there, and exit with 1 when a bound is broken: ids equal one card's but where its two
+likeliest tokens are closer than CLOSE_NATS (sums of slices round differently; quantised activations step further); a killed rank
+ends the others within END_SECONDS. DTYPE is of the weights, bfloat16 unless given.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import signal
 import statistics
@@ -29,12 +32,12 @@ from glm_mtp_export.config import ParallelConfig, SpeculationConfig  # noqa: E40
 from glm_mtp_export.demo import nano_checkpoint  # noqa: E402
 from glm_mtp_export.engine.profile import load_profile  # noqa: E402
 from glm_mtp_export.engine_manifest import ENGINE_MANIFEST_NAME, engine_directory  # noqa: E402
-from glm_mtp_export.export import ExportOptions, export_checkpoint  # noqa: E402
 from glm_mtp_export.runtime import Runtime, SamplingParams  # noqa: E402
 from glm_mtp_export.runtime.sessions.rank import follow_artifact  # noqa: E402
 from gpu_stages import nano  # noqa: E402
 
-CLOSE_NATS, END_SECONDS, JOB_SECONDS = 0.1, 45, 180
+CLOSE_NATS = {"bfloat16": 0.1, "float8_e4m3fn": 1.5, "float4_e2m1fnx2": 1.5}
+END_SECONDS, JOB_SECONDS = 45, 120
 BACKEND, PORT = "tensorrt-rtx", 29610
 
 
@@ -43,15 +46,17 @@ def splits(size: int) -> dict[str, ParallelConfig]:
     return {"one": ParallelConfig(), "columns": ParallelConfig(size), "experts": ParallelConfig(size, True)}
 
 
-def prepare(work: Path, size: int) -> None:
+def prepare(work: Path, size: int, dtype: str) -> None:
     """Export and build what is not there."""
-    from glm_mtp_export.engine import tensorrt
-
     for name, parallel in splits(size).items():
-        artifact = work / name
+        artifact = work / dtype / name
         if not (engine_directory(artifact, BACKEND) / ENGINE_MANIFEST_NAME).is_file():
+            from glm_mtp_export.engine import tensorrt
+            from glm_mtp_export.export import ExportOptions, export_checkpoint
+
             speculation = SpeculationConfig(num_speculative_tokens=nano.NUM_DRAFTS, num_logprobs=2)
-            options = ExportOptions("device", "bfloat16", "bfloat16", speculation, parallel, overwrite=True)
+            cache_dtype = nano.CACHE_DTYPES[dtype]
+            options = ExportOptions("device", dtype, cache_dtype, speculation, parallel, overwrite=True)
             export_checkpoint(nano_checkpoint(), artifact, options)
             tensorrt.build(artifact, load_profile("nano-h200"))
         # What was built elsewhere names the checkpoint's folder of that machine.
@@ -61,11 +66,12 @@ def prepare(work: Path, size: int) -> None:
 
 def answers(artifact: Path, out: Path) -> None:
     """One rank's part."""
+    logging.basicConfig(level=logging.INFO)
     if follow_artifact(artifact, BACKEND):
         return
     with Runtime.load(artifact, BACKEND) as runtime:
         found = nano.answers(runtime, 2)
-        rows = nano.decode_rows(runtime.session, "bfloat16")
+        rows = nano.decode_rows(runtime.session, runtime.session.manifest.dtype)
         params = SamplingParams(temperature=0.0, max_tokens=3500, ignore_eos=True)
         out.with_suffix(".ready").touch()
         num_calls = sum(1 for delta in runtime.stream(nano.questions()[0].prompt, params) if delta.token_ids)
@@ -98,45 +104,63 @@ def finished(processes: list[subprocess.Popen[bytes]], seconds: float) -> list[i
     return codes
 
 
-def killed_rank(work: Path, size: int) -> dict[str, Any]:
-    """Kill the last rank in the middle of a long answer; how the others end."""
+def last_words(out: Path, size: int) -> list[str]:
+    """The ends of the ranks' logs."""
+    logs = [out.with_suffix(f".rank{rank}.log") for rank in range(size)]
+    return [f"{log.name}: {log.read_text(encoding='utf-8', errors='replace').strip()[-400:]}" for log in logs]
+
+
+def killed(work: Path, size: int, dtype: str) -> bool:
+    """Kill the last rank in the middle of a long answer; True when the others end as they should."""
+    prepare(work, size, dtype)
     out = work / "killed.json"
     out.with_suffix(".ready").unlink(missing_ok=True)
-    processes = started(work / "columns", out, size)
+    processes = started(work / dtype / "columns", out, size)
     deadline = time.monotonic() + JOB_SECONDS
     while not out.with_suffix(".ready").exists() and time.monotonic() < deadline and processes[0].poll() is None:
         time.sleep(0.05)
     time.sleep(0.5)
+    was_running = processes[0].poll() is None and out.with_suffix(".ready").exists()
     processes[-1].send_signal(signal.SIGKILL)
     begin = time.monotonic()
     codes = finished(processes, END_SECONDS)
-    return {"codes": codes, "seconds": round(time.monotonic() - begin, 2)}
+    seconds = round(time.monotonic() - begin, 2)
+    passed = was_running and codes[-1] == -signal.SIGKILL and None not in codes and 0 not in codes
+    words = last_words(out, size)
+    print(json.dumps({"size": size, "passed": passed, "codes": codes, "seconds": seconds, "last_words": words}))
+    return passed
 
 
-def check(work: Path, size: int) -> bool:
-    """Everything; True when all bounds hold."""
-    prepare(work, size)
+def check(work: Path, size: int, dtype: str) -> bool:
+    """Everything else; True when all bounds hold."""
+    prepare(work, size, dtype)
     found: dict[str, Any] = {}
     problems: list[str] = []
+    seconds: dict[str, float] = {}
     for name, parallel in splits(size).items():
-        out = work / f"{name}.json"
+        out = work / dtype / f"{name}.json"
         out.unlink(missing_ok=True)
-        codes = finished(started(work / name, out, parallel.tensor_parallel_size), JOB_SECONDS)
+        begin, ranks = time.monotonic(), parallel.tensor_parallel_size
+        codes = finished(started(work / dtype / name, out, ranks), JOB_SECONDS)
+        seconds[name] = round(time.monotonic() - begin, 1)
         if any(codes) or None in codes:
-            problems.append(f"{name}: exit codes {codes}, see its logs")
+            problems += [f"{name}: exit codes {codes}", *last_words(out, ranks)]
             continue
         found[name] = json.loads(out.read_text(encoding="utf-8"))
     differences = {n: nano.first_differences(found["one"], r["ids"]) for n, r in found.items() if "one" in found}
     for name, places in differences.items():
-        problems += [f"{name}: {d}" for d in places if d["margin"] is None or d["margin"] >= CLOSE_NATS]
-    lost = killed_rank(work, size)
-    if None in lost["codes"] or 0 in lost["codes"]:
-        problems.append(f"a killed rank: exit codes {lost['codes']} after {lost['seconds']} s")
-    steps = {n: {row["batch"]: row["step_ms"] for row in report["rows"]} for n, report in found.items()}
-    calls = {n: report["long_calls"] for n, report in found.items()}
-    lengths = {n: statistics.mean(map(len, report["ids"])) for n, report in found.items()}
-    summary = {"size": size, "problems": problems, "differences": differences, "step_ms": steps, "killed": lost}
-    print(json.dumps(summary | {"long_calls": calls, "mean_ids": lengths}))
+        problems += [f"{name}: {d}" for d in places if d["margin"] is None or d["margin"] >= CLOSE_NATS[dtype]]
+    summary = {
+        "size": size,
+        "dtype": dtype,
+        "problems": problems,
+        "differences": differences,
+        "step_ms": {n: {row["batch"]: row["step_ms"] for row in report["rows"]} for n, report in found.items()},
+        "long_calls": {n: report["long_calls"] for n, report in found.items()},
+        "mean_ids": {n: round(statistics.mean(map(len, report["ids"])), 2) for n, report in found.items()},
+        "seconds": seconds,
+    }
+    print(json.dumps(summary))
     return not problems
 
 
@@ -147,9 +171,10 @@ def main() -> None:
         answers(first, Path(second))
         return
     first.mkdir(parents=True, exist_ok=True)
+    dtype = sys.argv[4] if len(sys.argv) > 4 else "bfloat16"
     if command == "prepare":
-        prepare(first, int(second))
-    elif not check(first, int(second)):
+        prepare(first, int(second), dtype)
+    elif not {"check": check, "killed": killed}[command](first, int(second), dtype):
         sys.exit(1)
 
 

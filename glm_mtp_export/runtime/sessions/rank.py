@@ -16,22 +16,25 @@ from pathlib import Path
 import numpy as np
 
 from glm_mtp_export import __version__
-from glm_mtp_export.artifact import MANIFEST_NAME, Manifest
+from glm_mtp_export.artifact import MANIFEST_NAME, Manifest, WeightEntry
 from glm_mtp_export.checkpoint.sharding import rank_plan
 from glm_mtp_export.engine_manifest import EngineManifest, EngineProfile, engine_directory
 from glm_mtp_export.errors import EngineError
 from glm_mtp_export.plugin_library import LIBRARY_NAME
 from glm_mtp_export.runtime.collectives import Collectives
-from glm_mtp_export.runtime.cuda import use_device
+from glm_mtp_export.runtime.cuda import DeviceBuffer, use_device
 from glm_mtp_export.runtime.logs import log_event
 from glm_mtp_export.runtime.rank_job import JobIdentity, LeaderSession, RankGroup, follow, lead
 from glm_mtp_export.runtime.rank_place import RankPlace, choose_card, place_from_environment
 from glm_mtp_export.runtime.session import Int32, StepInputs, StepOutputs, StepSession
 from glm_mtp_export.runtime.sessions.checkpoint_filler import CheckpointFiller
 
-__all__ = ["RankSession", "follow_artifact", "open_leader", "require_place"]
+__all__ = ["RankFiller", "RankSession", "follow_artifact", "open_leader", "require_place"]
 
 _log = logging.getLogger(__name__)
+
+RankFiller = Callable[[Manifest, int], Callable[[WeightEntry, DeviceBuffer], None]]
+"""From the whole manifest and a rank: what writes an entry of that rank's plan into its buffer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +74,11 @@ class RankSession:
 class _CardLoader:
     """Loads a rank's TensorRT session."""
 
-    def __init__(self, directory: Path, manifest: Manifest, profile: EngineProfile, place: RankPlace) -> None:
+    def __init__(
+        self, directory: Path, manifest: Manifest, profile: EngineProfile, place: RankPlace, filler: RankFiller
+    ) -> None:
         self._directory, self._manifest, self._profile, self._place = directory, manifest, profile, place
+        self._filler = filler
         choose_card(place)
         folder = engine_directory(directory, profile.backend)
         EngineManifest.load(folder)  # a missing engine is named before its library is
@@ -90,7 +96,7 @@ class _CardLoader:
         on_group(self._group)
         log_event(_log, logging.INFO, "group_joined", rank=place.rank, direct_bytes=self._group.direct_bytes)
         sliced = dataclasses.replace(self._manifest, weights=rank_plan(self._manifest.weights, self._manifest.parallel))
-        fill = CheckpointFiller(self._manifest, place.rank)
+        fill = self._filler(self._manifest, place.rank)
         try:
             session = TensorRtSession.load(self._directory, sliced, self._profile, fill)
         except BaseException:
@@ -112,16 +118,18 @@ def require_place(directory: Path, manifest: Manifest) -> RankPlace | None:
     return place
 
 
-def open_leader(directory: Path, manifest: Manifest, profile: EngineProfile) -> LeaderSession:
+def open_leader(
+    directory: Path, manifest: Manifest, profile: EngineProfile, filler: RankFiller = CheckpointFiller
+) -> LeaderSession:
     """Rank 0's session over all ranks."""
     place = require_place(directory, manifest)
     if place is None or place.rank != 0:
         raise EngineError(f"{directory}: only rank 0 of the job takes requests.")
     identity = _identity(directory, profile.backend)
-    return lead(place, identity, _CardLoader(directory, manifest, profile, place))
+    return lead(place, identity, _CardLoader(directory, manifest, profile, place, filler))
 
 
-def follow_artifact(directory: Path, backend: str) -> bool:
+def follow_artifact(directory: Path, backend: str, filler: RankFiller = CheckpointFiller) -> bool:
     """Be one of the ranks above 0 until the job ends; False at once when this process is none."""
     place = place_from_environment()
     if place is None or place.rank == 0:
@@ -129,7 +137,7 @@ def follow_artifact(directory: Path, backend: str) -> bool:
     manifest = Manifest.load(directory)
     require_place(directory, manifest)
     profile = EngineManifest.load(engine_directory(directory, backend)).profile
-    num_calls = follow(place, _identity(directory, backend), _CardLoader(directory, manifest, profile, place))
+    num_calls = follow(place, _identity(directory, backend), _CardLoader(directory, manifest, profile, place, filler))
     log_event(_log, logging.INFO, "rank_ended", rank=place.rank, calls=num_calls)
     return True
 
