@@ -219,7 +219,12 @@ class WeightEntry:
         count = 1
         for extent in self.shape:
             count *= extent
-        return count * {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1}[self.dtype]
+        return count * self.item_bytes
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "uint8": 1}[self.dtype]
 
 
 @dataclass(frozen=True)

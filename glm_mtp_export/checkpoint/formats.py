@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from glm_mtp_export.checkpoint.index import TensorInfo, TensorStore
+from glm_mtp_export.checkpoint.index import StoredRows, TensorInfo, TensorStore
 from glm_mtp_export.checkpoint.numeric import (
     F32,
     FP8_BLOCK,
@@ -116,6 +116,23 @@ class StoredWeight:
             return True
         return self.format == FP8_BLOCK_FORMAT and self.block == (FP8_BLOCK,) * 2 and self.matrix_row % FP8_BLOCK == 0
 
+    def value_rows(self, start: int, stop: int) -> StoredRows:
+        """Where the values, codes or packed codes of rows [start, stop) lie."""
+        return StoredRows(self.values, self.first_row + start, self.first_row + stop)
+
+    def group_scale_rows(self, start: int, stop: int) -> StoredRows:
+        """NVFP4: where the group scales of rows [start, stop) lie."""
+        assert self.scale is not None
+        return StoredRows(self.scale, self.first_row + start, self.first_row + stop)
+
+    def kernel_scale_rows(self, start: int, stop: int) -> StoredRows | None:
+        """Where the scales that `kernel_scales` gives lie as they are; None when they are made."""
+        assert self.scale is not None
+        if self.format == FP8_TENSOR or self.scale.dtype != "F32":
+            return None
+        first = self.scale_row + (self.matrix_row + start) // FP8_BLOCK
+        return StoredRows(self.scale, first, first + -(-(stop - start) // FP8_BLOCK))
+
     def codes(self, start: int, stop: int) -> U8:
         """e4m3 codes [rows, columns], or packed e2m1 [rows, columns/2], as stored."""
         return self._raw(start, stop)
@@ -131,8 +148,7 @@ class StoredWeight:
 
     def group_scales(self, start: int, stop: int) -> U8:
         """NVFP4: e4m3 bits [rows, columns/16]."""
-        assert self.scale is not None
-        scales: U8 = self.store.rows(self.scale, self.first_row + start, self.first_row + stop)
+        scales: U8 = self.store.rows(*self.group_scale_rows(start, stop))
         return scales
 
     def global_scale(self) -> np.float32:
@@ -150,7 +166,7 @@ class StoredWeight:
         return all(np.array_equal(self._raw(*r).view(np.uint8), other._raw(*r).view(np.uint8)) for r in ranges)
 
     def _raw(self, start: int, stop: int) -> npt.NDArray[Any]:
-        return self.store.rows(self.values, self.first_row + start, self.first_row + stop)
+        return self.store.rows(*self.value_rows(start, stop))
 
     def _scalar(self, info: TensorInfo) -> np.float32:
         return np.float32(_plain_floats(self.store.rows(info, 0, 1), info.dtype).reshape(-1)[0])

@@ -9,20 +9,20 @@ everything but reading works.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from glm_mtp_export.checkpoint.reading import FileReader
 from glm_mtp_export.errors import CheckpointError
 from glm_mtp_export.json_fields import read_json_object
 
-__all__ = ["INDEX_NAME", "ITEM_BITS", "TensorInfo", "TensorStore", "layer_number", "read_header"]
+__all__ = ["INDEX_NAME", "ITEM_BITS", "StoredRows", "TensorInfo", "TensorStore", "layer_number", "read_header"]
 
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own readers
@@ -56,6 +56,19 @@ class TensorInfo:
         for extent in self.shape:
             count *= extent
         return count
+
+
+class StoredRows(NamedTuple):
+    """Rows [first, last) of a tensor seen as [rows, last axis]; a vector is one row."""
+
+    info: TensorInfo
+    first: int
+    last: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return (self.info.shape[-1] if self.info.shape else 1) * ITEM_BITS[self.info.dtype] // 8
 
 
 def layer_number(name: str) -> int | None:
@@ -209,26 +222,12 @@ class TensorStore:
 
     def read_into(self, info: TensorInfo, buffer: npt.NDArray[np.uint8], begin: int = 0) -> None:
         """Fill `buffer` (uint8, contiguous, e.g. pinned memory) with a tensor's bytes from `begin` on."""
-        view, done = buffer.data, 0
-        try:
-            with info.file.open("rb", buffering=0) as stream:
-                while done < len(view):
-                    count = os.preadv(stream.fileno(), [view[done : done + (1 << 30)]], info.offset + begin + done)
-                    if count == 0:
-                        raise CheckpointError(
-                            f"{info.file}: {info.name} cannot be read, the file ends after its header or was cut. "
-                            "Fetch this shard (a headers-only checkpoint can be inspected and planned, not run)."
-                        )
-                    done += count
-        except OSError as error:
-            raise CheckpointError(
-                f"{info.file}: {info.name} cannot be read ({error}). Fetch this shard again."
-            ) from error
+        with FileReader() as reader:
+            reader.read_into(info, buffer, begin)
 
     def rows(self, info: TensorInfo, start: int, stop: int) -> npt.NDArray[Any]:
         """Rows of a tensor seen as [rows, last axis] (a vector is one row), as the numpy type that holds its bits."""
-        width = info.shape[-1] if info.shape else 1
-        pitch = width * ITEM_BITS[info.dtype] // 8
+        pitch = StoredRows(info, start, stop).row_bytes
         return self.read(info, start * pitch, stop * pitch).view(_NUMPY[info.dtype]).reshape(stop - start, -1)
 
 

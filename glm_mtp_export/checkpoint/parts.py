@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from glm_mtp_export.artifact import WeightEntry
 from glm_mtp_export.checkpoint.formats import FP8_BLOCK_FORMAT, NVFP4, StoredWeight
+from glm_mtp_export.checkpoint.index import StoredRows
 from glm_mtp_export.checkpoint.names import expert_module
 from glm_mtp_export.checkpoint.numeric import (
     F32,
@@ -32,7 +33,7 @@ from glm_mtp_export.checkpoint.numeric import (
 from glm_mtp_export.checkpoint.sharding import Cut
 from glm_mtp_export.checkpoint.view import CheckpointView
 
-__all__ = ["PIECE_BYTES", "Part", "cut_parts", "entry_parts"]
+__all__ = ["PIECE_BYTES", "Part", "cut_parts", "entry_parts", "made_rows"]
 
 PIECE_BYTES = 1 << 25  # about what one piece takes as float32; bounds the memory of everything here
 
@@ -80,16 +81,6 @@ class Part:
             return weight.codes(*rows), weight.group_scales(*rows), weight.global_scale()
         return quantise_nvfp4(weight.floats(*rows))
 
-    def _nvfp4_component(self, component: str) -> npt.NDArray[Any]:
-        weight, rows = self.weight, (self.start, self.stop)
-        if weight.format != NVFP4:
-            codes, groups, overall = quantise_nvfp4(weight.floats(*rows))
-            made: dict[str, npt.NDArray[Any]] = {"values": codes, "group_scale": groups}
-            return made.get(component, np.array([overall], np.float32))
-        if component == "global_scale":
-            return np.array([weight.global_scale()], np.float32)
-        return weight.codes(*rows) if component == "values" else weight.group_scales(*rows)
-
     def rounded(self, precision: str) -> F32:
         """The part as float32 after a conversion to `precision`: the values that kernels of that format work with."""
         if precision == NVFP4:
@@ -104,20 +95,54 @@ class Part:
             return bf16_to_f32(self.weight.bf16(self.start, self.stop))
         return self.weight.floats(self.start, self.stop)
 
+    def stored(self, entry: WeightEntry) -> StoredRows | None:
+        """The rows on disk whose bytes are this part before `kept` cuts it; None when it takes arithmetic.
+
+        Whatever reads a weight asks here first, so that stored bytes pass untouched everywhere.
+        """
+        weight, rows = self.weight, (self.start, self.stop)
+        if entry.format == NVFP4:
+            if weight.format != NVFP4 or entry.component == "global_scale":
+                return None
+            return weight.value_rows(*rows) if entry.component == "values" else weight.group_scale_rows(*rows)
+        if entry.format == FP8_BLOCK_FORMAT:
+            if not self.has_kernel_blocks:
+                return None
+            return weight.value_rows(*rows) if entry.component == "values" else weight.kernel_scale_rows(*rows)
+        # A plain weight: as stored, unless its values went through a format that rounds.
+        same = entry.precision == entry.dtype == weight.precision
+        return weight.value_rows(*rows) if same else None
+
+    def made_shape(self, entry: WeightEntry) -> tuple[int, int]:
+        """Rows and columns of what `made` gives, in elements of the entry's dtype."""
+        rows = made_rows(self, entry)
+        columns = 1 if entry.component == "global_scale" else entry.shape[-1]
+        if self.kept is None:
+            return rows, columns
+        return len(range(rows)[self.kept[0]]), len(range(columns)[self.kept[1]])
+
     def made(self, entry: WeightEntry) -> npt.NDArray[Any]:
         """This part of the graph weight; of stored codes and scales only the wanted ones are read."""
-        whole = self._whole(entry)
+        rows = self.stored(entry)
+        whole = self._computed(entry) if rows is None else self.weight.store.rows(*rows)
         return whole if self.kept is None else whole[self.kept]
 
-    def _whole(self, entry: WeightEntry) -> npt.NDArray[Any]:
-        weight, rows = self.weight, (self.start, self.stop)
+    def _computed(self, entry: WeightEntry) -> npt.NDArray[Any]:
         if entry.format == NVFP4:
             return self._nvfp4_component(entry.component)
         if entry.format == FP8_BLOCK_FORMAT:
-            if self.has_kernel_blocks:
-                return weight.codes(*rows) if entry.component == "values" else weight.kernel_scales(*rows)
+            if self.has_kernel_blocks:  # the codes are stored, so it is the scales
+                return self.weight.kernel_scales(self.start, self.stop)
             return self.fp8()[entry.component == "block_scale"]
-        return weight.bf16(*rows) if entry.dtype == "bfloat16" else self.rounded(entry.precision)
+        return self.weight.bf16(self.start, self.stop) if entry.dtype == "bfloat16" else self.rounded(entry.precision)
+
+    def _nvfp4_component(self, component: str) -> npt.NDArray[Any]:
+        weight = self.weight
+        if weight.format == NVFP4:  # codes and group scales are stored
+            return np.array([weight.global_scale()], np.float32)
+        codes, groups, overall = quantise_nvfp4(weight.floats(self.start, self.stop))
+        made: dict[str, npt.NDArray[Any]] = {"values": codes, "group_scale": groups}
+        return made.get(component, np.array([overall], np.float32))
 
 
 def entry_parts(view: CheckpointView, entry: WeightEntry) -> Iterator[Part]:
@@ -156,7 +181,7 @@ def cut_parts(view: CheckpointView, entry: WeightEntry, cut: Cut) -> Iterator[Pa
     position = 0
     for part in entry_parts(view, entry):
         lead, first = divmod(position, num_rows)
-        count = _made_rows(part, entry)
+        count = made_rows(part, entry)
         position += count
         if kind == "lead":
             if any(start <= lead < stop for start, stop in cut.ranges):
@@ -171,7 +196,7 @@ def cut_parts(view: CheckpointView, entry: WeightEntry, cut: Cut) -> Iterator[Pa
                     yield _rows_of(part, entry, begin, end)
 
 
-def _made_rows(part: Part, entry: WeightEntry) -> int:
+def made_rows(part: Part, entry: WeightEntry) -> int:
     """Rows of the graph weight that a part makes."""
     rows = part.stop - part.start
     return {"block_scale": -(-rows // FP8_BLOCK), "global_scale": 1}.get(entry.component, rows)

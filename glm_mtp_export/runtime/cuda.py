@@ -126,9 +126,11 @@ class DeviceBuffer:
         _call("cuMemcpyDtoH_v2", ctypes.c_void_p(out.ctypes.data), ctypes.c_uint64(self.address), size)
         return out
 
-    def upload(self, source: PinnedBuffer, num_bytes: int, stream: Stream) -> None:
-        """Queue a copy of the first `num_bytes` of `source` to the start of this buffer."""
-        destination, size = ctypes.c_uint64(self.address), ctypes.c_size_t(num_bytes)
+    def upload(self, source: PinnedBuffer, num_bytes: int, stream: Stream, offset: int = 0) -> None:
+        """Queue a copy of the first `num_bytes` of `source` to `offset` in this buffer."""
+        if offset + num_bytes > self.num_bytes:
+            raise ValueError(f"{num_bytes} bytes at {offset} do not fit into {self.num_bytes}")
+        destination, size = ctypes.c_uint64(self.address + offset), ctypes.c_size_t(num_bytes)
         host, queue = ctypes.c_void_p(source.address), ctypes.c_void_p(stream.handle)
         _call("cuMemcpyHtoDAsync_v2", destination, host, size, queue)
 

@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
+import pytest
 from numpy.typing import NDArray
 
 from glm_mtp_export.artifact import STEP_NAME, Manifest, TensorSpec
+from glm_mtp_export.runtime.sessions import weight_loader
 
-__all__ = ["Buffer", "Engine", "Graph", "Stream"]
+__all__ = ["Buffer", "Engine", "Graph", "Stream", "stage_on_the_host"]
 
 
 class Stream:
@@ -53,9 +55,9 @@ class Buffer:
         """Copy out."""
         return self.view.copy()
 
-    def upload(self, source: Buffer, num_bytes: int, stream: Stream) -> None:
+    def upload(self, source: Buffer, num_bytes: int, stream: Stream, offset: int = 0) -> None:
         """Host to card."""
-        self.view[:num_bytes] = source.view[:num_bytes]
+        self.view[offset : offset + num_bytes] = source.view[:num_bytes]
 
     def download(self, target: Buffer, num_bytes: int, stream: Stream) -> None:
         """Card to host."""
@@ -64,6 +66,13 @@ class Buffer:
     def close(self) -> None:
         """Writes after this would be seen."""
         self.address = 0
+
+
+def stage_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight loader copies through this card's memory."""
+    monkeypatch.setattr(weight_loader, "PinnedBuffer", Buffer)
+    monkeypatch.setattr(weight_loader, "Stream", Stream)
+    monkeypatch.setattr(weight_loader, "use_device", lambda: None)
 
 
 class Graph:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import fake_card
 import numpy as np
 import pytest
 
@@ -18,14 +19,9 @@ from glm_mtp_export.runtime.sessions import checkpoint_filler
 from glm_mtp_export.runtime.sessions.checkpoint_filler import CheckpointFiller
 
 
-class HostBuffer:
-    """Stands in for memory on the card."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.bytes = np.zeros(num_bytes, np.uint8)
-
-    def write(self, data: np.ndarray, offset: int = 0) -> None:
-        self.bytes[offset : offset + data.nbytes] = data.view(np.uint8).reshape(-1)
+@pytest.fixture(autouse=True)
+def _card(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_card.stage_on_the_host(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +33,9 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return export_checkpoint(nano_checkpoint(), out, ExportOptions(dialect="device"))
 
 
-def filled(manifest: Manifest) -> dict[str, HostBuffer]:
+def filled(manifest: Manifest) -> dict[str, fake_card.Buffer]:
     filler = CheckpointFiller(manifest)
-    buffers = {entry.name: HostBuffer(entry.num_bytes) for entry in manifest.weights}
+    buffers = {entry.name: fake_card.Buffer(entry.num_bytes) for entry in manifest.weights}
     for entry in manifest.weights:
         filler(entry, buffers[entry.name])  # type: ignore[arg-type]
     return buffers
@@ -50,9 +46,7 @@ def test_every_byte_arrives_and_the_log_tells_each_tenth(manifest: Manifest, cap
         buffers = filled(manifest)
     view = CheckpointView.open(Path(manifest.checkpoint))
     for entry in manifest.weights:
-        assert np.array_equal(buffers[entry.name].bytes, materialise(view, entry).reshape(-1).view(np.uint8)), (
-            entry.name
-        )
+        assert np.array_equal(buffers[entry.name].view, materialise(view, entry).reshape(-1).view(np.uint8)), entry.name
     lines = [re.search(r" gib=(\S+) of_gib=(\S+)", record.getMessage()) for record in caplog.records]
     assert 3 <= len(lines) <= 10 and lines[-1] is not None and lines[-1][1] == lines[-1][2]
 

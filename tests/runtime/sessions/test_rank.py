@@ -81,15 +81,19 @@ def test_the_graph_is_told_its_rank_and_the_group_is_left_last(manifest: Manifes
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_each_rank_fills_its_slices(manifest: Manifest, number: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_rank_fills_its_slices(
+    manifest: Manifest, number: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_card.stage_on_the_host(monkeypatch)
     caplog.set_level("INFO", rank.CheckpointFiller.__module__)
     view, fill = CheckpointView.open(NANO), rank.CheckpointFiller(manifest, number)
     whole = {entry.name: entry for entry in manifest.weights}
+    buffers = {entry.name: fake_card.Buffer(entry.num_bytes) for entry in rank_plan(manifest.weights, PARALLEL)}
     for entry in rank_plan(manifest.weights, PARALLEL):
-        buffer = fake_card.Buffer(entry.num_bytes)
-        fill(entry, buffer)  # type: ignore[arg-type]
-        expected = materialise(view, whole[entry.name], PARALLEL, number)
-        assert np.array_equal(buffer.view, expected.reshape(-1).view(np.uint8)), entry.name
+        fill(entry, buffers[entry.name])  # type: ignore[arg-type]
+    for name, buffer in buffers.items():
+        expected = materialise(view, whole[name], PARALLEL, number)
+        assert np.array_equal(buffer.view, expected.reshape(-1).view(np.uint8)), name
     assert len(caplog.records) <= 10 and f"weights_loaded rank={number}" in caplog.records[-1].getMessage()
 
 

@@ -35,6 +35,7 @@ def session(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> tensorrt.TensorR
     monkeypatch.setattr(tensorrt, "use_device", lambda: None)
     monkeypatch.setattr(tensorrt, "free_bytes", lambda: 1 << 40)
     fake_card.Graph.captures = fake_card.Graph.launches = 0
+    fake_card.stage_on_the_host(monkeypatch)
     manifest = Manifest.load(artifact)
     rows = (PROFILE.max_rows, PROFILE.max_batch * (K + 1))
     engine = fake_card.Engine(artifact, manifest, rows, MOST_COLUMNS)
