@@ -125,6 +125,7 @@ def step_inputs(
     speculation: SpeculationConfig,
     caches: tuple[CacheSpec, ...],
     parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  (frozen)
+    dialect: str = PORTABLE,
 ) -> tuple[TensorSpec, ...]:
     """Inputs of the step graph in order, weights excluded. B requests, T rows, P pages a request, N pages in the pools."""
     i32, f32 = "int32", "float32"
@@ -151,6 +152,13 @@ def step_inputs(
     if speculation.enable_structured_output:
         words = -(-config.vocab_size // 32)
         specs.append(TensorSpec("token_bitmask", i32, ("B", speculation.num_slots, words), "bit v: token v is allowed"))
+        if dialect == DEVICE:
+            specs += [
+                TensorSpec("mask_turn", i32, (1,), "0: token_bitmask is there; else the card waits for its turn"),
+                TensorSpec(
+                    "mask_ready", i32, (1,), "the last turn that may read token_bitmask; written during the step"
+                ),
+            ]
     if speculation.enable_penalties:
         vocab = config.vocab_size
         specs += [

@@ -75,7 +75,7 @@ def bench_small(batch: int) -> list[timing.Row]:
         abi_rows.call("glm_token_logprobs", values, committed, chosen, ids, best, batch, SLOTS, VOCAB, 5)
 
     def masked(values: torch.Tensor) -> None:
-        abi_rows.call("glm_mask_logits", values, mask, values, batch, SLOTS, VOCAB)
+        abi_rows.call("glm_mask_logits", values, mask, None, None, values, batch, SLOTS, VOCAB)
 
     def norm() -> None:
         abi_rows.call("glm_add_rms_norm", x, residual, weight, x, residual, rows, HIDDEN, 1e-5)

@@ -148,9 +148,11 @@ def export_checkpoint(
         vocabulary.size,
         vocabulary.thinking_end_ids,
         parallel,
+        options.dialect,
     )
     progress("trace", 1, 1)
-    inputs, outputs = step_inputs(view.config, speculation, caches, parallel), step_outputs(speculation, caches)
+    inputs = step_inputs(view.config, speculation, caches, parallel, options.dialect)
+    outputs = step_outputs(speculation, caches)
     with_named_dimensions(model, (*inputs, *outputs))
     if options.dialect == PORTABLE:
         with_bodies(model)

@@ -78,9 +78,11 @@ def traced_step(
     valid_vocab: int,
     thinking_end_ids: tuple[int, ...],
     parallel: ParallelConfig,
+    dialect: str,
 ) -> onnx.ModelProto:
     """Trace the step; weights become graph inputs under their plan names, after the step's own inputs."""
-    inputs, outputs = step_inputs(config, speculation, caches, parallel), step_outputs(speculation, caches)
+    inputs = step_inputs(config, speculation, caches, parallel, dialect)
+    outputs = step_outputs(speculation, caches)
     step = UnifiedStep(config, speculation, valid_vocab, thinking_end_ids, parallel)
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
         example = {s.name: _fake(s) for s in inputs}

@@ -106,7 +106,10 @@ class UnifiedStep(torch.nn.Module):
             given = (inputs[name] for name in (*names, *state))
             logits = ops.penalties(logits, inputs["draft_tokens"], *given, speculation.num_slots)
         if speculation.enable_structured_output:
-            logits = ops.mask_logits(logits, inputs["token_bitmask"])
+            # The device dialect has these two as inputs; elsewhere a mask is always there before the step begins.
+            known = torch.zeros(1, dtype=torch.int32, device=logits.device)
+            turn, ready = (inputs.get(name, known) for name in ("mask_turn", "mask_ready"))
+            logits = ops.mask_logits(logits, inputs["token_bitmask"], turn, ready)
         relaxed = speculation.use_relaxed_acceptance_for_thinking
         num_accepted, next_tokens, committed = ops.accept(
             logits,

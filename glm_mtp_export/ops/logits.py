@@ -13,7 +13,7 @@ from glm_mtp_export.ops.record import Attribute, OpRecord, Port, define
 __all__ = ["mask_logits", "token_logprobs"]
 
 
-def _mask_logits(logits: Tensor, token_bitmask: Tensor) -> Tensor:
+def _mask_logits(logits: Tensor, token_bitmask: Tensor, mask_turn: Tensor, mask_ready: Tensor) -> Tensor:
     words = token_bitmask.reshape(logits.shape[0], -1, 1)
     bits = (words >> torch.arange(32, device=logits.device, dtype=torch.int32)) & 1
     allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
@@ -22,7 +22,7 @@ def _mask_logits(logits: Tensor, token_bitmask: Tensor) -> Tensor:
 
 
 @script(Opset("glm", 1))
-def _mask_logits_body(logits: FLOAT, token_bitmask: INT32) -> FLOAT:
+def _mask_logits_body(logits: FLOAT, token_bitmask: INT32, mask_turn: INT32, mask_ready: INT32) -> FLOAT:
     one = op.Constant(value_ints=[1])
     vocab = op.Slice(op.Shape(logits), one, op.Constant(value_ints=[2]), op.Constant(value_ints=[0]))
     rows = op.Slice(op.Shape(logits), op.Constant(value_ints=[0]), one, op.Constant(value_ints=[0]))
@@ -55,11 +55,18 @@ mask_logits = define(
         (
             Port("logits", "float32", ("B*num_slots", "V")),
             Port("token_bitmask", "int32", ("B", "num_slots", "ceil(V/32)")),
+            Port(
+                "mask_turn",
+                "int32",
+                (1,),
+                "0: token_bitmask is there; else the kernel waits for it, other bodies do not",
+            ),
+            Port("mask_ready", "int32", (1,), "token_bitmask is there once mask_ready - mask_turn >= 0, modulo 2^32"),
         ),
         (Port("masked", "float32", ("B*num_slots", "V")),),
         (),
         _mask_logits,
-        lambda logits, token_bitmask: torch.empty_like(logits),
+        lambda logits, token_bitmask, mask_turn, mask_ready: torch.empty_like(logits),
         _mask_logits_body,
     )
 )

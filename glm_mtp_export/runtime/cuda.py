@@ -1,4 +1,4 @@
-"""The few CUDA driver calls the GPU session needs, through ctypes: memory, a stream, captured graphs.
+"""The few CUDA driver calls the GPU session needs, through ctypes: memory, streams, events, captured graphs.
 
 The driver library is there wherever a card is; no torch and no CUDA package is needed. Everything runs in the card's
 primary context, which TensorRT and the plugins use too. A call that fails raises `EngineError` with the driver's words.
@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from glm_mtp_export.errors import EngineError
 
-__all__ = ["DeviceBuffer", "Graph", "PinnedBuffer", "Stream", "free_bytes", "use_device"]
+__all__ = ["DeviceBuffer", "Event", "Graph", "PinnedBuffer", "Stream", "free_bytes", "use_device"]
 
+_DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING: nobody asks when
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no hidden order with other users of the card
 _CAPTURE_THREAD = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: other threads may allocate meanwhile
 
@@ -73,11 +74,38 @@ class Stream:
         """Wait for everything queued; errors of kernels surface here."""
         _call("cuStreamSynchronize", ctypes.c_void_p(self.handle))
 
+    def write_value(self, address: int, value: int) -> None:
+        """Queue writing one 32-bit word of the card. A kernel of another stream that sees it sees all before it in this one."""
+        word, flags = ctypes.c_uint32(value & 0xFFFFFFFF), ctypes.c_uint(0)
+        _call("cuStreamWriteValue32_v2", ctypes.c_void_p(self.handle), ctypes.c_uint64(address), word, flags)
+
     def close(self) -> None:
         """Destroy it."""
         if self.handle:
             _call("cuStreamDestroy_v2", ctypes.c_void_p(self.handle))
             self.handle = 0
+
+
+class Event:
+    """A place in a stream that the host can wait for; at first there is nothing to wait for."""
+
+    def __init__(self) -> None:
+        self._event = ctypes.c_void_p()
+        _call("cuEventCreate", ctypes.byref(self._event), _DISABLE_TIMING)
+
+    def record(self, stream: Stream) -> None:
+        """Put it behind everything queued so far."""
+        _call("cuEventRecord", self._event, ctypes.c_void_p(stream.handle))
+
+    def synchronize(self) -> None:
+        """Wait for the work before it; errors of kernels surface here."""
+        _call("cuEventSynchronize", self._event)
+
+    def close(self) -> None:
+        """Destroy it."""
+        if self._event:
+            _call("cuEventDestroy_v2", self._event)
+            self._event = ctypes.c_void_p()
 
 
 class PinnedBuffer:
@@ -106,10 +134,14 @@ class DeviceBuffer:
         self.address = pointer.value
         self.num_bytes = num_bytes
 
+    def fill(self, byte: int, num_bytes: int, stream: Stream) -> None:
+        """Queue writing `byte` into the first `num_bytes`. A kernel does it: it waits where kernels fill the card."""
+        size, value = ctypes.c_size_t(num_bytes), ctypes.c_ubyte(byte)
+        _call("cuMemsetD8Async", ctypes.c_uint64(self.address), value, size, ctypes.c_void_p(stream.handle))
+
     def fill_zero(self, stream: Stream) -> None:
         """Queue writing zeros."""
-        size = ctypes.c_size_t(self.num_bytes)
-        _call("cuMemsetD8Async", ctypes.c_uint64(self.address), 0, size, ctypes.c_void_p(stream.handle))
+        self.fill(0, self.num_bytes, stream)
 
     def write(self, data: NDArray[np.generic], offset: int = 0) -> None:
         """Copy host bytes in and wait."""

@@ -20,6 +20,7 @@ public:
     void* workspace = nullptr;
     size_t workspaceBytes = 0;
     cudaStream_t stream = nullptr;
+    bool building = false; // a builder times the op; its inputs hold anything
 
     // Extent of an axis of the input or output in slot `slot`.
     int in(int slot, int axis) const { return static_cast<int>(inputDescs[slot].dims.d[axis]); }

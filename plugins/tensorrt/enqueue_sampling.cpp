@@ -11,8 +11,11 @@ namespace glm
 int enqueueMaskLogits(Call const& call)
 {
     using In = slots::GlmMaskLogits::In;
-    return glm_mask_logits(call.input<float>(In::logits), call.input<int32_t>(In::token_bitmask), call.output<float>(0),
-        call.in(In::token_bitmask, 0), call.in(In::token_bitmask, 1), call.in(In::logits, 1), call.stream);
+    // While a builder times the op nobody would end its wait.
+    auto ticket = [&](int slot) { return call.building ? nullptr : call.input<int32_t>(slot); };
+    return glm_mask_logits(call.input<float>(In::logits), call.input<int32_t>(In::token_bitmask), ticket(In::mask_turn),
+        ticket(In::mask_ready), call.output<float>(slots::GlmMaskLogits::Out::masked), call.in(In::token_bitmask, 0),
+        call.in(In::token_bitmask, 1), call.in(In::logits, 1), call.stream);
 }
 
 int enqueuePenalties(Call const& call)

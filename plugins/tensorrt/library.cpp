@@ -79,7 +79,7 @@ public:
     Creator(Creator const&) = delete;
 
     nvinfer1::IPluginV3* createPlugin(
-        char const*, nvinfer1::PluginFieldCollection const* fields, nvinfer1::TensorRTPhase) noexcept override
+        char const*, nvinfer1::PluginFieldCollection const* fields, nvinfer1::TensorRTPhase phase) noexcept override
     {
         return guarded<nvinfer1::IPluginV3*>(op_.record->name, nullptr, [&] {
             std::vector<AttributeValue> values;
@@ -105,7 +105,7 @@ public:
             {
                 throw std::runtime_error("attributes missing: " + missing + "; export the graph with this release");
             }
-            return new Plugin(op_, std::move(values));
+            return new Plugin(op_, std::move(values), phase);
         });
     }
 

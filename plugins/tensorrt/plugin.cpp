@@ -53,7 +53,8 @@ std::string shapeText(nvinfer1::Dims const& dims)
 
 } // namespace
 
-Plugin::Plugin(Op const& op, std::vector<AttributeValue> values) : op_(op), values_(std::move(values))
+Plugin::Plugin(Op const& op, std::vector<AttributeValue> values, nvinfer1::TensorRTPhase phase)
+    : op_(op), values_(std::move(values)), phase_(phase)
 {
     for (size_t i = 0; i < values_.size(); ++i)
     {
@@ -310,6 +311,7 @@ int32_t Plugin::enqueue(PluginTensorDesc const* inputDescs, PluginTensorDesc con
         call.outputs = outputs;
         call.workspace = aligned(workspace);
         call.stream = stream;
+        call.building = phase_ == nvinfer1::TensorRTPhase::kBUILD;
         call.workspaceBytes = op_.binding->workspace != nullptr ? op_.binding->workspace(call) : 0;
         int const status = op_.binding->enqueue(call);
         if (status != 0)

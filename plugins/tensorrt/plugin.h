@@ -8,15 +8,16 @@
 namespace glm
 {
 
-// All state is the attribute values, and they alone are serialised. The object is copied by clone() and attachToContext().
+// All state is the attribute values and the phase it was made for; the values alone are serialised. The object is copied by
+// clone() and attachToContext().
 class Plugin final : public nvinfer1::IPluginV3,
                      public nvinfer1::IPluginV3OneCore,
                      public nvinfer1::IPluginV3OneBuildV2,
                      public nvinfer1::IPluginV3OneRuntime
 {
 public:
-    Plugin(Op const& op, std::vector<AttributeValue> values);
-    Plugin(Plugin const& other) : Plugin(other.op_, other.values_) {}
+    Plugin(Op const& op, std::vector<AttributeValue> values, nvinfer1::TensorRTPhase phase);
+    Plugin(Plugin const& other) : Plugin(other.op_, other.values_, other.phase_) {}
 
     // IPluginV3
     nvinfer1::IPluginCapability* getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept override;
@@ -60,6 +61,7 @@ private:
 
     Op op_;
     std::vector<AttributeValue> values_;
+    nvinfer1::TensorRTPhase phase_;
     std::string metadata_;
     std::vector<int32_t> serialisedInts_; // storage that the serialised fields point to
     std::vector<float> serialisedFloats_;

@@ -174,7 +174,7 @@ def test_the_graph_stays_small_when_the_weights_pass_two_gigabytes(tmp_path):
     view = CheckpointView.open(write_stand_in(tmp_path, big, "bf16"))
     weights, speculation = weight_plan(view, PORTABLE, None, True), SpeculationConfig(1)
     caches = cache_specs(view.config, PORTABLE, "float32", True)
-    model = traced_step(view.config, speculation, caches, weights, vocabulary, (), ParallelConfig())
+    model = traced_step(view.config, speculation, caches, weights, vocabulary, (), ParallelConfig(), PORTABLE)
     with_bodies(model)
     with_external_weights(model, weights, "weights.bin")
     offsets, size = weight_offsets(weights)
@@ -221,6 +221,19 @@ def test_the_device_dialect_takes_weights_as_inputs_and_holds_none(checkpoint, t
     assert [c.name for c in manifest.caches] == ["target_mla", "target_indexer", "draft_mla", "draft_indexer"]
     with pytest.raises(EngineError, match="device dialect"):
         build(out, load_profile("nano-cpu"))
+
+
+@pytest.mark.parametrize(("dialect", "waits"), [(PORTABLE, False), (DEVICE, True)])
+def test_only_the_device_dialect_waits_for_a_mask(checkpoint, tmp_path, dialect, waits):
+    options = ExportOptions(dialect=dialect, speculation=SpeculationConfig(1, enable_structured_output=True))
+    manifest = export_checkpoint(checkpoint, tmp_path / "artifact", options)
+    graph = onnx.load(tmp_path / "artifact" / "step.onnx", load_external_data=False).graph
+    names = [t.name for t in manifest.inputs if t.name.startswith("mask_")]
+    assert names == ["mask_turn", "mask_ready"] * waits
+    (mask,) = [node for node in graph.node if node.op_type == "GlmMaskLogits"]
+    constants = {t.name: onnx.numpy_helper.to_array(t).tolist() for t in graph.initializer if not t.external_data}
+    tickets = list(mask.input[2:])
+    assert tickets == names if waits else [constants[name] for name in tickets] == [[0], [0]]
 
 
 def test_a_moved_artifact_builds_from_anywhere(artifact, tmp_path, monkeypatch):

@@ -15,6 +15,8 @@ def _argument(value: object) -> object:
     if isinstance(value, torch.Tensor):
         assert value.is_contiguous()
         return ctypes.c_void_p(value.data_ptr())
+    if value is None:
+        return ctypes.c_void_p(0)
     return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int(value)  # type: ignore[arg-type]
 
 
@@ -100,11 +102,19 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
     return _finish([out])[0]
 
 
-def mask_logits(logits: torch.Tensor, bitmask: torch.Tensor) -> torch.Tensor:
-    """f32 [B*(K+1),V], i32 [B,K+1,W32] -> f32."""
-    out = GuardedBuffer(logits.shape, torch.float32)
-    call("glm_mask_logits", logits, bitmask, out.tensor, bitmask.shape[0], bitmask.shape[1], logits.shape[1])
+def mask_logits(logits: torch.Tensor, bitmask: torch.Tensor, tickets: torch.Tensor | None = None) -> torch.Tensor:
+    """f32 [B*(K+1),V], i32 [B,K+1,W32], mask_turn and mask_ready i32 [2] or none -> f32."""
+    out = queued_mask(logits, bitmask, tickets)
     return _finish([out])[0]
+
+
+def queued_mask(logits: torch.Tensor, bitmask: torch.Tensor, tickets: torch.Tensor | None) -> GuardedBuffer:
+    """The same, not waited for."""
+    out = GuardedBuffer(logits.shape, torch.float32)
+    turn, ready = (None, None) if tickets is None else (tickets[:1], tickets[1:])
+    sizes = (bitmask.shape[0], bitmask.shape[1], logits.shape[1])
+    call("glm_mask_logits", logits, bitmask, turn, ready, out.tensor, *sizes)
+    return out
 
 
 def token_logprobs(logits: torch.Tensor, committed: torch.Tensor, top_n: int) -> list[torch.Tensor]:

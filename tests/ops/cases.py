@@ -130,6 +130,11 @@ def _simple(name: str, shapes: list[tuple[int, ...]], **attributes: Any) -> Call
     return lambda rng: Case(name, tuple(_floats(rng, *shape) for shape in shapes), attributes)
 
 
+def _tickets() -> tuple[np.ndarray, np.ndarray]:
+    """A mask that is there, as the turn of the kernel and the last one that is ready."""
+    return np.array([5], np.int32), np.array([7], np.int32)
+
+
 CASES: dict[str, Callable[[np.random.Generator], Case]] = {
     "GlmStepRows": _step_rows,
     "GlmRmsNorm": _simple("GlmRmsNorm", [(5, 12), (6,)], eps=1e-5, column_offset=4),
@@ -155,7 +160,9 @@ CASES: dict[str, Callable[[np.random.Generator], Case]] = {
     ),
     "GlmHeadArgmax": _simple("GlmHeadArgmax", [(6, 16), (33, 16)], valid_vocab=30),
     "GlmMaskLogits": lambda rng: Case(
-        "GlmMaskLogits", (_floats(rng, 12, 50), rng.integers(-(2**31), 2**31, (3, 4, 2)).astype(np.int32)), {}
+        "GlmMaskLogits",
+        (_floats(rng, 12, 50), rng.integers(-(2**31), 2**31, (3, 4, 2)).astype(np.int32), *_tickets()),
+        {},
     ),
     "GlmPenalties": _penalties,
     "GlmAccept": _accept,

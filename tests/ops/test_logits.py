@@ -31,7 +31,9 @@ def check_mask(logits: np.ndarray, allowed: list[set[int]], num_slots: int, mask
                 expected[row, token] = -np.inf
     mask = bitmask(allowed, vocab) if mask is None else mask
     for call in (run, reference):
-        found = call("GlmMaskLogits", [logits, mask.reshape(-1, num_slots, mask.shape[1])])[0]
+        # Neither body waits: a turn that never comes changes nothing.
+        turn, ready = np.array([2], np.int32), np.array([1], np.int32)
+        found = call("GlmMaskLogits", [logits, mask.reshape(-1, num_slots, mask.shape[1]), turn, ready])[0]
         assert_same(found.view(np.int32), expected.view(np.int32))
 
 

@@ -197,6 +197,26 @@ void probeAlias()
     delete indexer.plugin;
 }
 
+// A mask whose turn has no counterpart is refused, unless the op is being built, where nothing is waited for. No rows, so
+// nothing is launched.
+void probeWait()
+{
+    std::vector<PluginTensorDesc> const in = {tensor(DataType::kFLOAT, {0, 40}), tensor(DataType::kINT32, {0, 4, 2}),
+        tensor(DataType::kINT32, {1}), tensor(DataType::kINT32, {1})};
+    PluginTensorDesc const out = tensor(DataType::kFLOAT, {0, 40});
+    char bytes[16];
+    void const* inputs[4] = {bytes, bytes, bytes, nullptr};
+    void* results[1] = {bytes};
+    for (TensorRTPhase phase : {TensorRTPhase::kBUILD, TensorRTPhase::kRUNTIME})
+    {
+        Parts mask = parts(make("GlmMaskLogits", {}, phase));
+        Parts copy = parts(mask.plugin->clone());
+        delete mask.plugin;
+        std::printf("wait %d\n", copy.run->enqueue(in.data(), &out, inputs, results, nullptr, nullptr));
+        delete copy.plugin;
+    }
+}
+
 } // namespace
 
 int main(int argc, char** argv)
@@ -226,5 +246,6 @@ int main(int argc, char** argv)
     probeTypes();
     probeShapes();
     probeAlias();
+    probeWait();
     return 0;
 }

@@ -75,6 +75,11 @@ def test_caches_alias_and_two_buffers_are_refused(lines: list[str]) -> None:
     assert "layer=1" in after(lines, "metadata")[0]
 
 
+def test_a_mask_is_waited_for_at_run_time_only(lines: list[str]) -> None:
+    assert after(lines, "wait") == ["0", "-1"]
+    assert any("one of mask_turn and mask_ready is null" in line for line in after(lines, "log 1 glm_mtp_plugins:"))
+
+
 def test_library_needs_no_tensorrt_and_shows_only_its_entry_points(plugin_library: PluginLibrary) -> None:
     def symbols(option: str) -> set[str]:
         text = subprocess.run(
@@ -85,7 +90,8 @@ def test_library_needs_no_tensorrt_and_shows_only_its_entry_points(plugin_librar
     assert not [name for name in symbols("--undefined-only") if re.search("nvinfer|NvInfer|getPluginRegistry", name)]
     entries = {name for name in symbols("--defined-only") if not name.startswith("_Z")}
     own = {name for name in entries if not name.startswith("glm_mtp_collectives_")}  # of tensor-parallel ranks
-    assert own == {"setLoggerFinder", "getCreators", "glm_mtp_plugins_info"}
+    around_a_step = {"glm_mtp_follow_step", "glm_mtp_carry_step", "glm_mtp_step_ahead_last_error"}
+    assert own == {"setLoggerFinder", "getCreators", "glm_mtp_plugins_info"} | around_a_step
     needed = subprocess.run(["readelf", "-d", str(plugin_library.path)], check=True, capture_output=True, text=True)
     libraries = set(re.findall(r"NEEDED.*\[(.*?)\]", needed.stdout))
     assert not [name for name in libraries if not re.match(r"lib(stdc\+\+|m|gcc_s|c|dl|pthread|rt)\.so|ld-linux", name)]

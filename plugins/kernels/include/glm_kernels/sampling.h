@@ -15,11 +15,17 @@ extern "C" {
 
 // out = logits where bit (v % 32) of token_bitmask[b, j, v / 32] is set, else -inf; a row whose every id is disallowed
 // stays unchanged, and NaN stays NaN.
+// With mask_turn[0] != 0 nothing of token_bitmask is read before mask_ready[0] - mask_turn[0] >= 0, as a difference modulo
+// 2^32: so the mask may be copied in while the step runs, and mask_ready be written behind it on the same other stream (a
+// stream write, which fences). The wait ends with that alone, on the card, by one thread; other kernels find room.
 //   logits         f32 [B * num_slots, vocab_size]                in
 //   token_bitmask  i32 [B, num_slots, ceil(vocab_size / 32)]      in
+//   mask_turn      i32 [1]                                        in   null, with mask_ready: no wait
+//   mask_ready     i32 [1]                                        in   changes while the kernel runs
 //   out            f32 [B * num_slots, vocab_size]                out  may be logits itself
-int glm_mask_logits(const float* logits, const int32_t* token_bitmask, float* out, int num_requests, int num_slots,
-                    int vocab_size, void* stream);
+int glm_mask_logits(const float* logits, const int32_t* token_bitmask, const int32_t* mask_turn,
+                    const int32_t* mask_ready, float* out, int num_requests, int num_slots, int vocab_size,
+                    void* stream);
 
 // Per slot j <= num_drafts[b], sample_j:
 //   temperature < 1e-5 (or NaN): the argmax, lowest id on ties.
