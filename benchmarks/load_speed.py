@@ -49,9 +49,9 @@ COMPUTED_LAYOUTS = (("fp8", "bfloat16"), ("bf16", "float8_e4m3fn"), ("bf16", "fl
 # ---- the checkpoint
 
 
-def write_checkpoint(folder: Path, layout: str, num_experts: int, vocab_size: int, num_shards: int) -> None:
-    """Real widths, three layers, finite random bytes; written to the disk, not only to the cache."""
-    raw = GLM_5_2_CONFIG | {
+def three_layers(num_experts: int, vocab_size: int) -> dict[str, Any]:
+    """GLM-5.2's config with one dense, one sparse and the MTP layer."""
+    return GLM_5_2_CONFIG | {
         "num_hidden_layers": 2,
         "first_k_dense_replace": 1,
         "indexer_types": ["full", "full"],
@@ -60,6 +60,10 @@ def write_checkpoint(folder: Path, layout: str, num_experts: int, vocab_size: in
         "eos_token_id": [vocab_size - 1],
         "pad_token_id": vocab_size - 1,
     }
+
+
+def write_checkpoint(folder: Path, raw: dict[str, Any], layout: str, num_shards: int) -> None:
+    """Finite random bytes, written to the disk and not only to the cache."""
     config = parse_config(raw, "config")
     folder.mkdir(parents=True)
     recipe = quantisation_config(config, layout, (128, 128))
@@ -266,7 +270,7 @@ def conversion_rates(folder: Path) -> Iterator[dict[str, Any]]:
     for layout, dtype in COMPUTED_LAYOUTS:
         small = folder / f"convert-{layout}"
         if not small.exists():
-            write_checkpoint(small, layout, 8, 4096, 1)
+            write_checkpoint(small, three_layers(8, 4096), layout, 1)
         view = CheckpointView.open(small)
         plan = {entry.name: entry for entry in weight_plan(view, DEVICE, dtype, False)}
         names = {"kv_b": "target.layers.0.attn.w_uv", "experts": "target.layers.1.moe.w13"}
@@ -292,7 +296,7 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     card, checkpoint = cuda_device(), folder / "checkpoint"
     if not checkpoint.exists():
         start = time.perf_counter()
-        write_checkpoint(checkpoint, "fp8", options.experts, options.vocabulary, 6)
+        write_checkpoint(checkpoint, three_layers(options.experts, options.vocabulary), "fp8", 6)
         print(f"made {checkpoint} in {time.perf_counter() - start:.1f} s", flush=True)
     view = CheckpointView.open(checkpoint)
     plan = weight_plan(view, DEVICE, stored_dtype(view), True)
