@@ -19,22 +19,32 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 from glm_mtp_export.artifact import Manifest
 from glm_mtp_export.errors import EngineError, GlmMtpError
 from glm_mtp_export.runtime.logs import log_event
 from glm_mtp_export.runtime.rank_link import Kind, LinkLostError, RankLink, RankTimeouts, connect, listen
 from glm_mtp_export.runtime.rank_place import RankPlace
-from glm_mtp_export.runtime.session import StepInputs, StepOutputs, StepSession
-from glm_mtp_export.runtime.step_message import packed, unpacked
+from glm_mtp_export.runtime.session import AheadSession, Int32, StepInputs, StepOutputs, StepSession
+from glm_mtp_export.runtime.step_message import packed, packed_bitmask, unpacked, unpacked_bitmask
 
-__all__ = ["LOST_EXIT_CODE", "JobIdentity", "LeaderSession", "RankGroup", "RankLoader", "follow", "lead"]
+__all__ = [
+    "LOST_EXIT_CODE",
+    "AheadLeaderSession",
+    "JobIdentity",
+    "LeaderSession",
+    "RankGroup",
+    "RankLoader",
+    "follow",
+    "lead",
+]
 
 _log = logging.getLogger(__name__)
 LOST_EXIT_CODE = 70  # of a process that was ended by force
 _LAST_WORDS_SECONDS = 0.5
 _HELLO_SECONDS = 5.0  # for whoever connects to say who it is
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -97,7 +107,7 @@ class _Job:
 
     def check(self) -> None:
         if self.reason is not None:
-            raise EngineError(f"The tensor-parallel job has ended: {self.reason}. Start it again.")
+            raise EngineError(f"The tensor-parallel job has ended: {self.reason.rstrip('.')}. Start it again.")
 
     def watch(self) -> None:
         """What a heartbeat also looks at."""
@@ -110,18 +120,18 @@ class _Job:
             except EngineError as error:
                 self.lose(str(error))
 
-    def run(self, session: StepSession, inputs: StepInputs) -> StepOutputs:
-        """One call of this rank's session, watched."""
+    def watched(self, work: Callable[[], _Result]) -> _Result:
+        """Do what may wait for this rank's card."""
         self.step_began = time.monotonic()
         try:
-            outputs = session.run(inputs)
+            result = work()
         except Exception:
             self.check()  # the reason counts, not what it led to
             raise
         finally:
             self.step_began = None
         self.check()
-        return outputs
+        return result
 
     def _end_by_force(self) -> None:
         if self.closed.is_set():
@@ -165,12 +175,15 @@ class LeaderSession:
 
     def run(self, inputs: StepInputs) -> StepOutputs:
         """One call on every rank; the results are this rank's, which are every rank's."""
+        return self._everywhere(Kind.STEP, packed(inputs), lambda: self._session.run(inputs))
+
+    def _everywhere(self, kind: Kind, message: bytes, work: Callable[[], _Result]) -> _Result:
+        """Have the others do what the message says, and do the same here."""
         self._job.check()
-        message = packed(inputs)
         for rank, link in self._links.items():
-            _send(self._job, rank, link, Kind.STEP, message)
+            _send(self._job, rank, link, kind, message)
         try:
-            return self._job.run(self._session, inputs)
+            return self._job.watched(work)
         except Exception as error:
             self._job.lose(f"rank 0 failed: {error}")
             _end(self._job, self._links)
@@ -188,10 +201,29 @@ class LeaderSession:
         self._job.closed.set()
 
 
+class AheadLeaderSession(LeaderSession):
+    """An `AheadSession` over all ranks: the others queue, mask and collect the calls that rank 0 does, in its order."""
+
+    _session: AheadSession
+
+    def launch(self, inputs: StepInputs, follows: Int32 | None = None) -> None:
+        """Queue a call on every rank."""
+        self._everywhere(Kind.LAUNCH, packed(inputs, follows), lambda: self._session.launch(inputs, follows))
+
+    def supply_bitmask(self, token_bitmask: Int32) -> None:
+        """Give every rank the mask of the call launched last."""
+        self._everywhere(Kind.MASK, packed_bitmask(token_bitmask), lambda: self._session.supply_bitmask(token_bitmask))
+
+    def collect(self) -> StepOutputs:
+        """Wait for the oldest call; the results are this rank's, which are every rank's."""
+        return self._everywhere(Kind.COLLECT, b"", self._session.collect)
+
+
 def lead(
     place: RankPlace, identity: JobIdentity, loader: RankLoader, timeouts: RankTimeouts | None = None
 ) -> LeaderSession:
-    """Wait for all ranks, load this one's session, wait until all have. Raises EngineError when a rank is missing or lost."""
+    """Wait for all ranks, load this one's session, wait until all have. The session launches ahead if this rank's does. Raises
+    EngineError when a rank is missing or lost."""
     timeouts = timeouts or RankTimeouts()
     job = _Job(place, timeouts)
     links: dict[int, RankLink] = {}
@@ -216,7 +248,7 @@ def lead(
             if lost:
                 job.check()
             raise
-    return LeaderSession(job, links, session)
+    return AheadLeaderSession(job, links, session) if hasattr(session, "launch") else LeaderSession(job, links, session)
 
 
 def _gather(job: _Job, listener: socket.socket, identity: JobIdentity, links: dict[int, RankLink]) -> None:
@@ -328,8 +360,8 @@ def follow(place: RankPlace, identity: JobIdentity, loader: RankLoader, timeouts
             if kind is Kind.CLOSE:
                 job.ending.set()
                 return num_calls
-            job.run(session, unpacked(message))
-            num_calls += 1
+            job.watched(partial(_perform, session, kind, message))
+            num_calls += kind in (Kind.STEP, Kind.COLLECT)
     except LinkLostError as error:
         job.lose(f"rank 0 {error}")
         job.check()
@@ -348,6 +380,23 @@ def follow(place: RankPlace, identity: JobIdentity, loader: RankLoader, timeouts
             session.close()
         link.close()
         job.closed.set()
+
+
+def _perform(session: StepSession, kind: Kind, message: bytes) -> None:
+    """What rank 0 does with its session, on this rank's."""
+    ahead = cast(AheadSession, session)  # rank 0 launches only if its session can, and all ranks load the same
+    if kind is Kind.STEP:
+        session.run(unpacked(message)[0])
+    elif kind is Kind.LAUNCH:
+        ahead.launch(*unpacked(message))
+    elif kind is Kind.MASK:
+        ahead.supply_bitmask(unpacked_bitmask(message))
+    elif kind is Kind.COLLECT:
+        ahead.collect()
+    else:
+        raise EngineError(
+            f"rank 0 sent a message of kind {kind.name} in a running job. Start all ranks with one release."
+        )
 
 
 def _hear_leader(job: _Job, link: RankLink, inbox: queue.SimpleQueue[tuple[Kind, bytes] | None]) -> None:

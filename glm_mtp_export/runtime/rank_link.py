@@ -37,6 +37,9 @@ class Kind(enum.IntEnum):
     FAILED = 5  # text: why the job ends
     BEAT = 6  # still here
     CLOSE = 7  # the job is done
+    LAUNCH = 8  # inputs of a call to queue, and which requests of the one before they continue
+    MASK = 9  # of the call launched last
+    COLLECT = 10  # wait for the oldest call launched
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
 """The inputs of a call as one message for the other ranks of a tensor-parallel group.
 
-In: `StepInputs`. Out: bytes, and from them equal `StepInputs`. An array that repeats one value without taking memory for it
-(penalties that no request uses) travels as that value. A message that does not fit together raises `EngineError`.
+In: `StepInputs`, which requests of the call before they continue, or a mask that comes later. Out: bytes, and from them the same. A
+constant array (penalties that no request uses, masks that allow everything) travels as its one value. A message that does not fit
+together raises `EngineError`.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -15,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glm_mtp_export.errors import EngineError
-from glm_mtp_export.runtime.session import StepInputs
+from glm_mtp_export.runtime.session import Int32, StepInputs
 
-__all__ = ["packed", "unpacked"]
+__all__ = ["packed", "packed_bitmask", "unpacked", "unpacked_bitmask"]
 
-_NAMES = tuple(field.name for field in fields(StepInputs))
+_FOLLOWS, _BITMASK = "follows", "token_bitmask"
+_NAMES = (*(field.name for field in fields(StepInputs)), _FOLLOWS)
 _TYPES = tuple(np.dtype(name) for name in ("int32", "float32", "int64", "bool"))
 # Which input, type, whether one value stands for all, number of axes; then four extents.
 _HEADER = struct.Struct("<4B4i")
@@ -27,30 +30,73 @@ _ALIGNMENT = 8
 _MOST_AXES = 4
 
 
-def packed(inputs: StepInputs) -> bytes:
+def packed(inputs: StepInputs, follows: Int32 | None = None) -> bytes:
     """One message."""
+    values = [(field.name, getattr(inputs, field.name)) for field in fields(StepInputs)]
+    return _joined([*values, (_FOLLOWS, follows)])
+
+
+def unpacked(message: bytes) -> tuple[StepInputs, Int32 | None]:
+    """The same inputs and `follows`; the arrays are read-only views of `message`."""
+    try:
+        arrays: dict[str, Any] = dict(_arrays(message))
+        follows = arrays.pop(_FOLLOWS, None)
+        return StepInputs(**arrays), follows
+    except (struct.error, ValueError, IndexError, TypeError) as error:
+        raise _unreadable(message, error) from error
+
+
+def packed_bitmask(token_bitmask: Int32) -> bytes:
+    """A mask [B, K+1, words] that comes after its call's inputs."""
+    return _joined([(_BITMASK, token_bitmask)])
+
+
+def unpacked_bitmask(message: bytes) -> Int32:
+    """The same mask, read-only."""
+    try:
+        arrays: dict[str, Any] = dict(_arrays(message))
+        mask: Int32 = arrays[_BITMASK]
+        return mask
+    except (struct.error, ValueError, IndexError, KeyError) as error:
+        raise _unreadable(message, error) from error
+
+
+def _unreadable(message: bytes, error: Exception) -> EngineError:
+    return EngineError(
+        f"rank 0 sent a step of {len(message)} bytes that cannot be read ({error}). Start all ranks with one release."
+    )
+
+
+def _joined(values: Iterable[tuple[str, Any]]) -> bytes:
     parts: list[bytes] = []
-    for index, name in enumerate(_NAMES):
-        value = getattr(inputs, name)
+    for name, value in values:
         if value is None:
             continue
-        repeats = value.size > 1 and not any(value.strides)
+        repeats = _is_constant(value)
         extents = (*value.shape, *[0] * (_MOST_AXES - value.ndim))
-        parts.append(_HEADER.pack(index, _TYPES.index(value.dtype), repeats, value.ndim, *extents))
+        parts.append(_HEADER.pack(_NAMES.index(name), _TYPES.index(value.dtype), repeats, value.ndim, *extents))
         data = value.reshape(-1)[:1].tobytes() if repeats else value.tobytes()
         parts += [data, bytes(-(_HEADER.size + len(data)) % _ALIGNMENT)]
     return b"".join(parts)
 
 
-def unpacked(message: bytes) -> StepInputs:
-    """The same inputs; the arrays are read-only views of `message`."""
-    try:
-        arrays: dict[str, Any] = dict(_arrays(message))
-        return StepInputs(**arrays)
-    except (struct.error, ValueError, IndexError, TypeError) as error:
-        raise EngineError(
-            f"rank 0 sent a step of {len(message)} bytes that cannot be read ({error}). Start all ranks with one release."
-        ) from error
+# Read-only arrays that were looked through once, by identity: looking takes as long as sending over loopback.
+_constants: weakref.WeakValueDictionary[int, NDArray[np.generic]] = weakref.WeakValueDictionary()
+
+
+def _is_constant(value: NDArray[np.generic]) -> bool:
+    """One value throughout, and nobody can change that. Arrays that may change are not looked through."""
+    if value.size < 2 or value.flags.writeable:
+        return False
+    if not any(value.strides):
+        return True
+    if value.base is not None:  # what it is a view of may change
+        return False
+    if _constants.get(id(value)) is not value:
+        if (value != value.flat[0]).any():
+            return False
+        _constants[id(value)] = value
+    return True
 
 
 def _arrays(message: bytes) -> Iterator[tuple[str, NDArray[np.generic]]]:

@@ -297,7 +297,7 @@ class FakeSession:
             logits = logits - float(inputs.frequency_penalty[b]) * counts
             logits = logits - float(inputs.presence_penalty[b]) * (counts > 0)
         if inputs.token_bitmask is not None:
-            bits = np.unpackbits(inputs.token_bitmask[b, j].view(np.uint8), bitorder="little")[:VOCAB]
+            bits = np.unpackbits(inputs.token_bitmask[b, j].copy().view(np.uint8), bitorder="little")[:VOCAB]
             if bits.any():
                 logits = np.where(bits > 0, logits, -np.inf)
         return logits

@@ -26,7 +26,7 @@ from glm_mtp_export.runtime.rank_place import RankPlace, place_from_environment
 from glm_mtp_export.runtime.request import Request
 from glm_mtp_export.runtime.sampling import SamplingParams
 from glm_mtp_export.runtime.session import StepOutputs
-from glm_mtp_export.runtime.sessions.rank import RankSession
+from glm_mtp_export.runtime.sessions.rank import rank_session
 from glm_mtp_export.runtime.tokenizer import Tokenizer
 
 NANO = Path(__file__).parents[2] / "glm_mtp_export" / "data" / "glm52-nano"
@@ -113,7 +113,7 @@ class Loader:
     def load(self, group_name, on_group):  # type: ignore[no-untyped-def]
         sums = Sums(self.place)
         on_group(sums)
-        return RankSession(TorchSession(self.parallel, self.place.rank, sums), self.place, sums.close)
+        return rank_session(TorchSession(self.parallel, self.place.rank, sums), self.place, sums.close)
 
 
 def answers(session) -> list[list[int]]:  # type: ignore[no-untyped-def]

@@ -1,7 +1,8 @@
 """One rank of a job in a process of its own, over the toy model: what test_rank_job.py starts.
 
 Arguments: a mode (ok, die, raise, hang, stop, other-release, refuse-to-load), the rank that misbehaves, the call at which it
-does. Rank 0 prints the ids it generated as JSON; every rank prints its error, and exits as the command line would.
+does. AHEAD=1: sessions launch ahead. Rank 0 prints the ids it generated as JSON, the others what they were told to do; every rank
+prints its error, and exits as the command line would.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_model import FakeSession, byte_tokenizer, fake_manifest
 
 from glm_mtp_export.errors import EngineError, GlmMtpError
+from glm_mtp_export.runtime.ahead import HostAheadSession
 from glm_mtp_export.runtime.engine import Engine
 from glm_mtp_export.runtime.rank_job import JobIdentity, follow, lead
 from glm_mtp_export.runtime.rank_link import RankTimeouts
@@ -67,6 +69,21 @@ class Session(FakeSession):
         return super().run(inputs)
 
 
+class Ahead(HostAheadSession):
+    """The toy model, launching ahead; counts what it is told."""
+
+    num_launches = num_continued = num_masks = 0
+
+    def launch(self, inputs, follows=None):  # type: ignore[no-untyped-def]
+        self.num_launches += 1
+        self.num_continued += follows is not None
+        super().launch(inputs, follows)
+
+    def supply_bitmask(self, token_bitmask):  # type: ignore[no-untyped-def]
+        self.num_masks += 1
+        super().supply_bitmask(token_bitmask)
+
+
 class Loader:
     """Makes the session; the group's name must be the one that rank 0 gave."""
 
@@ -85,15 +102,15 @@ class Loader:
         on_group(group)
         session = Session(fake_manifest(3), num_pages=64)
         session.group, session.rank = group, self.rank
-        return session
+        self.session = Ahead(session) if os.environ.get("AHEAD") == "1" else session
+        return self.session
 
 
 def generated(session) -> list[list[int]]:  # type: ignore[no-untyped-def]
     engine = Engine(session, byte_tokenizer())
     for index, text in enumerate((b"one prompt", b"another, longer prompt" * 5)):
-        engine.add_request(
-            Request(f"r{index}", tuple(text), SamplingParams(max_tokens=24, temperature=0.7, seed=index))
-        )
+        params = SamplingParams(max_tokens=24, temperature=0.7, seed=index, min_tokens=12 * index)
+        engine.add_request(Request(f"r{index}", tuple(text), params))
     out: dict[str, list[int]] = {}
     while engine.has_work:
         for delta in engine.step():
@@ -112,8 +129,16 @@ def main() -> int:
     identity = JobIdentity(release, "digest", "toy")
     try:
         if place.rank:
-            num_calls = follow(place, identity, Loader(place.rank), TIMEOUTS)
-            print(json.dumps({"calls": num_calls}))
+            loader = Loader(place.rank)
+            told = {"calls": follow(place, identity, loader, TIMEOUTS)}
+            if isinstance(loader.session, Ahead):
+                session = loader.session
+                told |= {
+                    "launches": session.num_launches,
+                    "continued": session.num_continued,
+                    "masks": session.num_masks,
+                }
+            print(json.dumps(told))
             return 0
         leader = lead(place, identity, Loader(0), TIMEOUTS)
         ids = generated(leader)

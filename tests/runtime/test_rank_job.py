@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from glm_mtp_export.errors import EngineError, OptionError
 from glm_mtp_export.runtime.rank_job import LOST_EXIT_CODE
 from glm_mtp_export.runtime.rank_place import RankPlace, choose_card, place_from_environment
 from glm_mtp_export.runtime.session import StepInputs
-from glm_mtp_export.runtime.step_message import packed, unpacked
+from glm_mtp_export.runtime.step_message import packed, packed_bitmask, unpacked, unpacked_bitmask
 
 PROGRAM = Path(__file__).parent / "rank_process.py"
 # Silence 2 s, step 3 s, grace 1 s in rank_process.py, and the start of an interpreter on a busy machine.
@@ -106,6 +106,7 @@ def test_torchrun_starts_a_job(alone: list[list[int]], tmp_path: Path) -> None:
     assert json.loads(texts["0"]) == alone and json.loads(texts["1"])["calls"] > 3
 
 
+@pytest.mark.parametrize("ahead", ["0", "1"], ids=["one by one", "ahead"])
 @pytest.mark.parametrize(
     ("mode", "culprit", "line"),
     [
@@ -117,8 +118,8 @@ def test_torchrun_starts_a_job(alone: list[list[int]], tmp_path: Path) -> None:
     ],
     ids=["killed", "error", "error of rank 0", "hung", "stopped"],
 )
-def test_a_lost_rank_ends_the_job_with_its_line(mode: str, culprit: int, line: str) -> None:
-    ended, seconds = run_job(3, mode, culprit, at=3)
+def test_a_lost_rank_ends_the_job_with_its_line(mode: str, culprit: int, line: str, ahead: str) -> None:
+    ended, seconds = run_job(3, mode, culprit, at=3, AHEAD=ahead)
     survivors = [e for rank, e in enumerate(ended) if not (mode == "die" and rank == culprit)]
     assert {e.code for e in survivors} == {2}, survivors
     if mode == "die":
@@ -256,24 +257,50 @@ def step() -> StepInputs:
     one, two = np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int32)
     flags, reals = np.array([True, False, True]), np.array([0.5, 1.0, 2.0], dtype=np.float32)
     counts = np.broadcast_to(np.int32(7), (3, 1000))
+    mask = np.full((3, 2, 500), -1, np.int32)
+    mask.setflags(write=False)
     return StepInputs(
         token_ids=one, row_offsets=np.array([0, 1, 3, 5], np.int32), num_drafts=two, draft_tokens=np.ones((3, 1), np.int32),
         cache_lengths=two, block_table=np.arange(6, dtype=np.int32).reshape(3, 2), next_prompt_token=-two,
         temperature=reals, top_k=two, top_p=reals, min_p=reals, seed=np.array([1, -(2**62), 3]), sample_offset=two,
-        in_thinking_phase=flags, output_counts=counts,
+        in_thinking_phase=flags, output_counts=counts, token_bitmask=mask,
     )  # fmt: skip
 
 
 def test_a_step_travels_unchanged() -> None:
     message = packed(step())
-    assert len(message) < 1000  # 3000 equal counts took eight bytes
-    found = unpacked(message)
+    assert (
+        len(message) < 1000
+    )  # 3000 equal counts took eight bytes, and so did 3000 words of a mask that nobody can change
+    found, follows = unpacked(message)
+    assert follows is None
     for field in fields(StepInputs):
         before, after = getattr(step(), field.name), getattr(found, field.name)
         if before is None:
             assert after is None
         else:
             assert after.dtype == before.dtype and np.array_equal(after, before), field.name
+
+
+def test_what_a_call_continues_and_its_mask_travel_unchanged() -> None:
+    follows = np.array([1, -1, 0], np.int32)
+    found = unpacked(packed(step(), follows))[1]
+    assert found is not None and found.dtype == np.int32 and found.tolist() == [1, -1, 0]
+    mask = np.arange(12, dtype=np.int32).reshape(3, 2, 2)
+    assert np.array_equal(unpacked_bitmask(packed_bitmask(mask)), mask)
+    with pytest.raises(EngineError, match="cannot be read"):
+        unpacked_bitmask(packed(replace(step(), token_bitmask=None)))
+
+
+def test_an_array_that_changes_travels_whole_even_when_it_is_constant_now() -> None:
+    mask = np.full((3, 2, 2), -1, np.int32)
+    first = packed_bitmask(mask)
+    mask[1, 0, 0] = 5
+    assert unpacked_bitmask(packed_bitmask(mask))[1, 0, 0] == 5 and len(first) > mask.nbytes
+    view = mask[:1]
+    view.setflags(write=False)  # but not what it is a view of
+    mask[:] = 3
+    assert len(packed_bitmask(view)) > view.nbytes
 
 
 @pytest.mark.parametrize("damage", [lambda m: m[:-9], lambda m: m[:40], lambda m: b"\xff" + m[1:]])

@@ -26,10 +26,18 @@ from glm_mtp_export.runtime.cuda import DeviceBuffer, use_device
 from glm_mtp_export.runtime.logs import log_event
 from glm_mtp_export.runtime.rank_job import JobIdentity, LeaderSession, RankGroup, follow, lead
 from glm_mtp_export.runtime.rank_place import RankPlace, choose_card, place_from_environment
-from glm_mtp_export.runtime.session import Int32, StepInputs, StepOutputs, StepSession
+from glm_mtp_export.runtime.session import AheadSession, Int32, StepInputs, StepOutputs, StepSession
 from glm_mtp_export.runtime.sessions.checkpoint_filler import CheckpointFiller
 
-__all__ = ["RankFiller", "RankSession", "follow_artifact", "open_leader", "require_place"]
+__all__ = [
+    "AheadRankSession",
+    "RankFiller",
+    "RankSession",
+    "follow_artifact",
+    "open_leader",
+    "rank_session",
+    "require_place",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -62,13 +70,39 @@ class RankSession:
 
     def run(self, inputs: StepInputs) -> StepOutputs:
         """One call; every rank must make it."""
+        return self._session.run(self._with_rank(inputs))
+
+    def _with_rank(self, inputs: StepInputs) -> StepInputs:
         values = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
-        return self._session.run(_RankInputs(**values, rank=self._rank))
+        return _RankInputs(**values, rank=self._rank)
 
     def close(self) -> None:
         """Engine and captured graphs first: the group cannot be left while a graph holds it."""
         self._session.close()
         self._close_group()
+
+
+class AheadRankSession(RankSession):
+    """The same over a session that launches ahead; every rank must do the same in the same order."""
+
+    _session: AheadSession
+
+    def launch(self, inputs: StepInputs, follows: Int32 | None = None) -> None:
+        """Queue a call."""
+        self._session.launch(self._with_rank(inputs), follows)
+
+    def supply_bitmask(self, token_bitmask: Int32) -> None:
+        """The mask of the call launched last."""
+        self._session.supply_bitmask(token_bitmask)
+
+    def collect(self) -> StepOutputs:
+        """Wait for the oldest call."""
+        return self._session.collect()
+
+
+def rank_session(session: StepSession, place: RankPlace, close_group: Callable[[], None]) -> RankSession:
+    """One that launches ahead if `session` does."""
+    return (AheadRankSession if hasattr(session, "launch") else RankSession)(session, place, close_group)
 
 
 class _CardLoader:
@@ -102,7 +136,7 @@ class _CardLoader:
         except BaseException:
             self._group.abort()
             raise
-        return RankSession(session, place, self._group.close)
+        return rank_session(session, place, self._group.close)
 
 
 def require_place(directory: Path, manifest: Manifest) -> RankPlace | None:

@@ -80,6 +80,26 @@ def test_the_graph_is_told_its_rank_and_the_group_is_left_last(manifest: Manifes
     assert rest == ["session closed", "group left"]
 
 
+def test_a_session_that_launches_ahead_is_told_its_rank_too(manifest: Manifest) -> None:
+    class Ahead(Recorder):
+        def launch(self, inputs, follows):  # type: ignore[no-untyped-def]
+            self.events += [inputs.feeds()["rank"].tolist(), follows]
+
+        def supply_bitmask(self, mask):  # type: ignore[no-untyped-def]
+            self.events.append(mask)
+
+        def collect(self):  # type: ignore[no-untyped-def]
+            return "outputs"
+
+    inner, follows, mask = Ahead(manifest), np.zeros(3, np.int32), np.ones((3, 3, 1), np.int32)
+    session = rank.rank_session(inner, RankPlace(1, 2, 1, "", 0), lambda: None)  # type: ignore[arg-type]
+    assert isinstance(session, rank.AheadRankSession)
+    session.launch(step(3), follows)
+    session.supply_bitmask(mask)
+    assert inner.events == [[1], follows, mask] and session.collect() == "outputs"
+    assert not hasattr(rank.rank_session(Recorder(manifest), RankPlace(1, 2, 1, "", 0), lambda: None), "launch")
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_each_rank_fills_its_slices(
     manifest: Manifest, number: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
