@@ -106,6 +106,27 @@ def test_torchrun_starts_a_job(alone: list[list[int]], tmp_path: Path) -> None:
     assert json.loads(texts["0"]) == alone and json.loads(texts["1"])["calls"] > 3
 
 
+def mpirun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A job of three ranks under Open MPI; each writes to `folder`/1/rank.<n>/stdout. Skips without mpirun."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("needs Open MPI's mpirun")
+    names = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "MASTER_PORT": str(free_port())}
+    command = ["mpirun", "-n", "3", "--oversubscribe", "-x", "MASTER_ADDR=127.0.0.1", "-x", "MASTER_PORT"]
+    command += ["--output-filename", str(folder), sys.executable, str(PROGRAM), *arguments]
+    env = {**os.environ, **names}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=2 * MOST_SECONDS)
+
+
+def test_mpirun_starts_a_job_and_ends_with_a_lost_rank(alone: list[list[int]], tmp_path: Path) -> None:
+    found = mpirun(tmp_path / "whole", "ok", "0", "0")
+    assert found.returncode == 0, found.stderr
+    texts = {path.parent.name: path.read_text(encoding="utf-8") for path in tmp_path.rglob("stdout")}
+    assert json.loads(texts["rank.0"]) == alone
+    assert all(json.loads(texts[f"rank.{rank}"])["calls"] > 3 for rank in (1, 2))
+    found = mpirun(tmp_path / "lost", "die", "2", "3")
+    assert found.returncode != 0 and "signal 9" in found.stderr + found.stdout
+
+
 @pytest.mark.parametrize("ahead", ["0", "1"], ids=["one by one", "ahead"])
 @pytest.mark.parametrize(
     ("mode", "culprit", "line"),
