@@ -27,9 +27,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def options(**changed: object) -> argparse.Namespace:
-    return argparse.Namespace(
-        **({"experts": 4, "vocabulary": 320, "rounds": 1, "sweep": False, "conversions": False} | changed)
-    )
+    return argparse.Namespace(**({"experts": 4, "vocabulary": 320, "rounds": 1, "sweep": False} | changed))
 
 
 def test_without_a_card_disk_and_loader_are_measured(small: Path) -> None:
