@@ -2,7 +2,7 @@
 
 A decode row of the next call depends on this call in five values: the token to feed, the drafts to verify, how long the caches are,
 how many tokens are out, and whether the model still thinks. `Carry` holds them for every request of a call; `followed` puts them
-into inputs that were made for "no draft accepted". A card does the same with the kernels of GlmCarry and GlmFollow, between two
+into inputs that were made for "no draft accepted". A card does the same with `glm_carry_step` and `glm_follow_step`, between two
 calls in its queue. A request whose logits held a NaN (`next_tokens == -1`) feeds token 0, since its row is void anyway.
 """
 
@@ -32,15 +32,16 @@ class Carry:
 
 
 def carried(inputs: StepInputs, outputs: StepOutputs, ids: ThinkingIds) -> Carry:
-    """What the call with these inputs and outputs hands on."""
+    """What the call with these inputs and outputs hands on. Counts out of range, which end their request, are clipped."""
     is_open = inputs.in_thinking_phase.copy()
-    for b, accepted in enumerate(outputs.num_accepted):
+    num_accepted = np.clip(outputs.num_accepted, 0, inputs.num_drafts)
+    for b, accepted in enumerate(num_accepted):
         phase = ThinkingPhase(ids)
         phase.is_open = bool(is_open[b])
         phase.advance_all([*inputs.draft_tokens[b, :accepted].tolist(), int(outputs.next_tokens[b])])
         is_open[b] = phase.is_open
     drafts = outputs.next_draft_tokens if outputs.next_draft_tokens is not None else np.zeros_like(inputs.draft_tokens)
-    return Carry(outputs.num_accepted, outputs.next_tokens, drafts, is_open)
+    return Carry(num_accepted, outputs.next_tokens, drafts, is_open)
 
 
 def followed(inputs: StepInputs, follows: Int32, carry: Carry) -> StepInputs:
@@ -76,7 +77,7 @@ class HostAheadSession:
         self._ids = ThinkingIds.of(session.manifest.thinking_token_ids)
         self._needs_mask = any(spec.name == "token_bitmask" for spec in session.manifest.inputs)
         self._queue: deque[tuple[StepInputs, Int32 | None]] = deque()
-        self._before: Carry | None = None
+        self._before: tuple[StepInputs, StepOutputs] | None = None
 
     @property
     def manifest(self) -> Manifest:
@@ -108,9 +109,9 @@ class HostAheadSession:
             raise RuntimeError("the call has no token_bitmask; supply it before collecting")
         if follows is not None:
             assert self._before is not None
-            inputs = followed(inputs, follows, self._before)
+            inputs = followed(inputs, follows, carried(*self._before, self._ids))
         outputs = self._session.run(inputs)
-        self._before = carried(inputs, outputs, self._ids)
+        self._before = inputs, outputs
         return outputs
 
     def run(self, inputs: StepInputs) -> StepOutputs:

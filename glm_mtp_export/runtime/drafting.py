@@ -19,12 +19,16 @@ class DraftPolicy:
     """Draft counts for decode rows."""
 
     def __init__(self, num_speculative_tokens: int, adaptive: bool) -> None:
+        self._num_speculative_tokens = num_speculative_tokens
         self._adaptive = adaptive and num_speculative_tokens > 1
 
     def wanted_drafts(self, sequence: Sequence) -> int:
-        """Drafts worth verifying now: at most those proposed, and at most what the answer may still use beside the
-        sure token."""
-        count = min(len(sequence.drafts), sequence.max_output - sequence.num_output - 1)
+        """Drafts worth verifying in the next call: at most those proposed, and at most what the answer may still use beside
+        the sure token."""
+        proposed = len(sequence.drafts)
+        if sequence.is_continued:
+            proposed = self._num_speculative_tokens if sequence.params.speculative else 0
+        count = min(proposed, sequence.max_output - sequence.planned_output - 1)
         if self._adaptive and count > 1:
             gain = sequence.acceptance
             for j in range(1, count):

@@ -5,6 +5,11 @@ only here: a call that feeds L tokens and accepts n drafts makes L + n more posi
 simply overwritten. When the host replaces a sampled token, the position before it is fed again, since its draft entry
 was made from another token.
 
+On a session that can launch ahead, a step first launches the next call and then waits for the one before: its results
+are read one call late, and committing them costs the card no time. Rows whose sequence took another way by then (ended,
+aborted, a forced token) are void. Pages may go to other sequences meanwhile, since calls run in the order of their
+launch. Masks that depend on unseen tokens are supplied while their call runs.
+
 What may go wrong: a request that cannot be served raises `RequestError` before anything is queued; a NaN or an id
 outside the vocabulary ends that request alone with finish reason `error`, and its pages are not reused.
 """
@@ -15,9 +20,13 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
 
 from glm_mtp_export.artifact import PAGE_SIZE
 from glm_mtp_export.errors import RequestError
+from glm_mtp_export.runtime.ahead import HostAheadSession
 from glm_mtp_export.runtime.commit import Committed, commit_block
 from glm_mtp_export.runtime.context import ContextLimit
 from glm_mtp_export.runtime.detokenizer import IncrementalDetokenizer
@@ -29,7 +38,7 @@ from glm_mtp_export.runtime.request import Completion, Delta, FinishReason, Requ
 from glm_mtp_export.runtime.sampling import Capabilities
 from glm_mtp_export.runtime.scheduler import ScheduledRow, Scheduler, SchedulerConfig
 from glm_mtp_export.runtime.sequence import Sequence
-from glm_mtp_export.runtime.session import StepOutputs, StepSession
+from glm_mtp_export.runtime.session import AheadSession, StepOutputs, StepSession
 from glm_mtp_export.runtime.step_batch import StepBatcher
 from glm_mtp_export.runtime.structured import GrammarCompiler
 from glm_mtp_export.runtime.thinking import ThinkingIds, ThinkingPhase
@@ -40,8 +49,19 @@ __all__ = ["Engine"]
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A launched call whose results are not committed."""
+
+    rows: list[ScheduledRow]
+    waits_for_bitmask: bool
+
+
 class Engine:
-    """Continuous batching over one session. Not thread-safe: `EngineLoop` gives it a thread."""
+    """Continuous batching over one session. Not thread-safe: `EngineLoop` gives it a thread.
+
+    `launch_ahead`: None launches ahead where the session can.
+    """
 
     def __init__(
         self,
@@ -50,6 +70,7 @@ class Engine:
         config: SchedulerConfig | None = None,
         max_context_length: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        launch_ahead: bool | None = None,
     ) -> None:
         manifest = session.manifest
         self.config = config or SchedulerConfig()
@@ -65,7 +86,7 @@ class Engine:
             max_context_length,
         )
         self.allocator = PageAllocator(session.num_pages)
-        self.scheduler = Scheduler(self.config, self.allocator, num_drafts)
+        self.scheduler = Scheduler(self.config, self.allocator, num_drafts, self.context_limit.length)
         self.statistics = EngineStatistics(num_drafts)
         self._thinking_ids = ThinkingIds.of(manifest.thinking_token_ids)
         self._eos_ids = frozenset(manifest.config.eos_token_ids)
@@ -76,6 +97,10 @@ class Engine:
         self._ended: list[Sequence] = []  # ended between steps: their last deltas come with the next one
         self._num_arrivals = 0
         self._clock = clock
+        can_launch = hasattr(session, "launch")
+        self._queue: AheadSession = session if can_launch else HostAheadSession(session)  # type: ignore[assignment]
+        self._launches_ahead = can_launch if launch_ahead is None else launch_ahead
+        self._in_flight: _Call | None = None
 
     # ---- requests
 
@@ -110,7 +135,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True while a step would do or say something."""
-        return self.scheduler.has_work or bool(self._ended)
+        return self.scheduler.has_work or bool(self._ended) or self._in_flight is not None
 
     @property
     def num_requests(self) -> int:
@@ -159,24 +184,43 @@ class Engine:
     # ---- one step
 
     def step(self) -> list[Delta]:
-        """Run one call; returns what it added, and the last deltas of requests aborted since the last step."""
+        """Finish one call; returns what it added, and the last deltas of requests aborted since the last step."""
         start = self._clock()
         ended, self._ended = self._ended, []
         deltas = [self._last_delta(sequence) for sequence in ended]
-        rows = self.scheduler.schedule()
-        if rows:
-            inputs = self._batcher.inputs(rows)
-            before = self._clock()
-            outputs = self.session.run(inputs)
-            now = self._clock()
-            self.statistics.model_seconds += now - before
-            self.statistics.num_calls += 1
-            self.statistics.num_preemptions = self.scheduler.num_preemptions
-            self._commit_rows(rows, outputs, now, deltas)
-            seconds = self._clock() - start
-            self.statistics.step_seconds += seconds
-            self.statistics.step_time.observe(seconds)
+        call = self._in_flight or self._launched()
+        if call is None:
+            return deltas
+        self._in_flight = call
+        following = self._launched() if self._launches_ahead else None
+        before = self._clock()
+        outputs = self._queue.collect()
+        now = self._clock()
+        self._in_flight = following
+        self.statistics.model_seconds += now - before
+        self.statistics.num_calls += 1
+        self.statistics.num_preemptions = self.scheduler.num_preemptions
+        self._commit_rows(call.rows, outputs, now, deltas)
+        if following is not None and following.waits_for_bitmask:
+            self._queue.supply_bitmask(self._batcher.bitmask(following.rows))
+        seconds = self._clock() - start
+        self.statistics.step_seconds += seconds
+        self.statistics.step_time.observe(seconds)
         return deltas
+
+    def _launched(self) -> _Call | None:
+        """Plan and launch the next call; None when there is nothing to run, or nothing before the results of the one in flight."""
+        rows = self.scheduler.schedule()
+        if not rows:
+            return None
+        follows = np.array([row.follows for row in rows], dtype=np.int32)
+        # Penalties count every token before, seen or not.
+        if any(row.follows >= 0 and row.sequence.params.has_penalties for row in rows):
+            return None
+        self._queue.launch(self._batcher.inputs(rows), follows if (follows >= 0).any() else None)
+        for row in rows:
+            row.sequence.in_flight = row
+        return _Call(rows, self._batcher.bitmask_waits(rows))
 
     def _commit_rows(self, rows: list[ScheduledRow], outputs: StepOutputs, now: float, deltas: list[Delta]) -> None:
         num_accepted = outputs.num_accepted.tolist()
@@ -184,6 +228,10 @@ class Engine:
         drafts = None if outputs.next_draft_tokens is None else outputs.next_draft_tokens.tolist()
         for b, row in enumerate(rows):
             sequence = row.sequence
+            if row.is_void:
+                continue
+            if sequence.in_flight is row:
+                sequence.in_flight = None
             if row.num_tokens > 2:
                 self.statistics.num_prefill_tokens += row.num_tokens
             if not (0 <= next_tokens[b] < self.capabilities.vocab_size and 0 <= num_accepted[b] <= row.num_drafts):
@@ -221,6 +269,7 @@ class Engine:
             sequence.acceptance = updated_acceptance(sequence.acceptance, num_drafted, num_kept_drafts)
         sequence.cache_length += row.num_tokens + num_kept_drafts
         if committed.forced is not None:
+            _void(sequence)
             # The draft entry before the forced token embeds the token it replaced: feed that position again.
             sequence.cache_length -= 1
             sequence.drafts = []
@@ -232,6 +281,7 @@ class Engine:
         if sequence.is_finished:
             if sequence.finish_reason == "error":
                 self.allocator.forget(sequence.pages)
+            _void(sequence)
             self.scheduler.remove(sequence)
 
     def _register_pages(self, sequence: Sequence) -> None:
@@ -255,6 +305,7 @@ class Engine:
 
     def _retire(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         sequence.finish(reason, error=error)
+        _void(sequence)
         for waiting in self._followers.values():
             if sequence in waiting:
                 waiting.remove(sequence)
@@ -317,6 +368,13 @@ class Engine:
     def audit(self) -> None:
         """Check page accounting against all live sequences; RuntimeError on the first difference."""
         self.allocator.audit([s.pages for group in self._sequences.values() for s in group])
+
+
+def _void(sequence: Sequence) -> None:
+    """What the call in flight finds for this sequence counts for nothing."""
+    if sequence.in_flight is not None:
+        sequence.in_flight.is_void = True
+        sequence.in_flight = None
 
 
 def _append_logprobs(sequence: Sequence, outputs: StepOutputs, b: int, committed: Committed) -> None:

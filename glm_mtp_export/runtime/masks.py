@@ -19,7 +19,7 @@ from glm_mtp_export.runtime.sampling import Capabilities
 from glm_mtp_export.runtime.scheduler import ScheduledRow
 from glm_mtp_export.runtime.session import Int32
 
-__all__ = ["TokenMasks", "token_words"]
+__all__ = ["TokenMasks", "constant", "is_restricted", "token_words"]
 
 
 def token_words(token_ids: Iterable[int], num_words: int) -> Int32:
@@ -38,9 +38,11 @@ def constant(shape: tuple[int, ...], value: int, dtype: type[Any] = np.int32) ->
     return array
 
 
-def _is_restricted(row: ScheduledRow) -> bool:
+def is_restricted(row: ScheduledRow) -> bool:
+    """True when some token may be forbidden to the sample of this row."""
     sequence = row.sequence
-    return bool(sequence.grammar is not None or sequence.banned or sequence.num_output < sequence.params.min_tokens)
+    restricted = sequence.grammar is not None or sequence.banned or sequence.num_output < sequence.params.min_tokens
+    return bool(row.is_final and not row.is_void and restricted)
 
 
 class TokenMasks:
@@ -57,7 +59,7 @@ class TokenMasks:
     def bitmask(self, rows: Items[ScheduledRow]) -> Int32:
         """Masks of one call. Without restrictions it is the same read-only array every time, which a session may keep."""
         shape = (len(rows), self._num_slots, self._num_words)
-        restricted = [b for b, row in enumerate(rows) if row.is_final and _is_restricted(row)]
+        restricted = [b for b, row in enumerate(rows) if is_restricted(row)]
         if not restricted:
             return constant(shape, -1)
         mask = np.full(shape, -1, dtype=np.int32)

@@ -16,6 +16,9 @@ Rules, in order:
 5. Admission needs pages for all tokens of the sequence, not only its first chunk, and never happens in a call that
    preempted.
 6. The sum of the contexts of a call stays below `max_total_context`; rows beyond it sit the call out.
+7. While a call is in flight, the next one is planned for what that call leaves at least and with pages for what it leaves at
+   most. A sequence that surely ends in it gets no row. Nothing is preempted for a guess: short of pages, there is no plan until
+   the call's results are known.
 """
 
 from __future__ import annotations
@@ -60,25 +63,47 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class ScheduledRow:
-    """One request of the next call: `num_tokens` committed tokens to feed, then `num_drafts` drafts to verify."""
+    """One request of the next call: `num_tokens` committed tokens to feed, then `num_drafts` drafts to verify.
+
+    `is_final`: the call reaches the sequence's last token, so that its sample counts. `place` is the row's index in its
+    call, `follows` that of the row it continues in the call before, -1 when the host knows its tokens. A void row runs and
+    counts for nothing: its sequence took another way after the row was launched.
+    """
 
     sequence: Sequence
     num_tokens: int
     num_drafts: int
+    is_final: bool
+    place: int = -1
+    follows: int = -1
+    is_void: bool = False
+
+    @classmethod
+    def of(cls, sequence: Sequence, num_tokens: int) -> ScheduledRow:
+        """A row without drafts that feeds the next `num_tokens` tokens."""
+        follows = sequence.in_flight.place if sequence.in_flight is not None and sequence.is_continued else -1
+        return cls(sequence, num_tokens, 0, num_tokens == sequence.planned_uncached, follows=follows)
 
     @property
-    def is_final(self) -> bool:
-        """True when the call reaches the sequence's last token, so that its sample counts."""
-        return self.num_tokens == self.sequence.num_uncached
+    def context(self) -> int:
+        """Positions the row reads and writes at most, the draft loop's not counted."""
+        return self.sequence.most_length + self.num_tokens + self.num_drafts
 
 
 class Scheduler:
-    """Queues and limits. `num_speculative_tokens` is the compiled K."""
+    """Queues and limits. `num_speculative_tokens` is the compiled K, `max_length` the longest prompt plus output."""
 
-    def __init__(self, config: SchedulerConfig, allocator: PageAllocator, num_speculative_tokens: int) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        allocator: PageAllocator,
+        num_speculative_tokens: int,
+        max_length: int = UNLIMITED_CONTEXT,
+    ) -> None:
         self.config = config
         self.allocator = allocator
         self.num_speculative_tokens = num_speculative_tokens
+        self.max_length = max_length
         self._drafting = DraftPolicy(num_speculative_tokens, config.enable_adaptive_drafts)
         self.running: list[Sequence] = []  # sorted by rank
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
@@ -107,13 +132,19 @@ class Scheduler:
             heapq.heapify(self._waiting)
         self.allocator.release(sequence.drop_pages())
 
-    def schedule(self) -> list[ScheduledRow]:
-        """Rows of the next call in rank order; empty only when nothing waits and nothing runs."""
+    def schedule(self) -> list[ScheduledRow] | None:
+        """Rows of the next call in rank order. With no call in flight it is empty only when nothing waits and nothing runs;
+        with one, None means that its results are needed first."""
         rows, num_rows = self._planned_rows()
-        rows, preempted = self._with_pages(rows)
+        found = self._with_pages(rows)
+        if found is None:
+            return None
+        rows, preempted = found
         if not preempted:
             budget = self.config.max_num_batched_tokens - num_rows
             self._admit(rows, budget)
+        for place, row in enumerate(rows):
+            row.place = place
         return rows
 
     def _planned_rows(self) -> tuple[list[ScheduledRow], int]:
@@ -121,10 +152,12 @@ class Scheduler:
         plans: dict[int, ScheduledRow] = {}
         prefilling = []
         for sequence in self.running:
-            uncached = len(sequence.token_ids) - sequence.cache_length
+            if sequence.is_continued and not self._may_continue(sequence):
+                continue
+            uncached = sequence.planned_uncached
             if uncached <= _DECODE_ROWS:
                 num_tokens = min(uncached, max(budget - len(self.running), 1))
-                plans[sequence.arrival] = ScheduledRow(sequence, num_tokens, 0)
+                plans[sequence.arrival] = ScheduledRow.of(sequence, num_tokens)
                 budget -= num_tokens
             else:
                 prefilling.append(sequence)
@@ -133,22 +166,34 @@ class Scheduler:
         for row in plans.values():
             if spare <= 0:
                 break
-            row.num_drafts = min(self._drafting.wanted_drafts(row.sequence), spare) if row.is_final else 0
+            row.num_drafts = min(self._wanted_drafts(row.sequence), spare) if row.is_final else 0
             spare -= row.num_drafts
             budget -= row.num_drafts
         for sequence in prefilling:
             if budget <= 0:
                 break
-            num_tokens = min(sequence.num_uncached, budget, self.config.max_chunk_tokens)
-            plans[sequence.arrival] = ScheduledRow(sequence, num_tokens, 0)
+            num_tokens = min(sequence.planned_uncached, budget, self.config.max_chunk_tokens)
+            plans[sequence.arrival] = ScheduledRow.of(sequence, num_tokens)
             budget -= num_tokens
         rows = list(plans.values())
         if prefilling:
             rows.sort(key=lambda row: row.sequence.rank)
         return rows, self.config.max_num_batched_tokens - budget
 
-    def _with_pages(self, rows: list[ScheduledRow]) -> tuple[list[ScheduledRow], bool]:
-        """Give each row its pages in rank order; preempt from the worst rank where the pool is short."""
+    def _may_continue(self, sequence: Sequence) -> bool:
+        """False when the sequence surely ends in the call in flight, or might pass its longest length in one more."""
+        return sequence.planned_output < sequence.max_output and sequence.most_length + 1 < self.max_length
+
+    def _wanted_drafts(self, sequence: Sequence) -> int:
+        wanted = self._drafting.wanted_drafts(sequence)
+        if sequence.is_continued:
+            wanted = min(wanted, self.max_length - 2 - sequence.most_length)
+        return wanted
+
+    def _with_pages(self, rows: list[ScheduledRow]) -> tuple[list[ScheduledRow], bool] | None:
+        """Give each row its pages in rank order; preempt from the worst rank where the pool is short. None instead when a call
+        is in flight."""
+        may_preempt = all(sequence.in_flight is None for sequence in self.running)
         kept: list[ScheduledRow] = []
         preempted: set[int] = set()
         context = 0
@@ -156,13 +201,14 @@ class Scheduler:
             sequence = row.sequence
             if sequence.arrival in preempted:
                 continue
-            needed = sequence.cache_length + row.num_tokens + row.num_drafts
-            if kept and context + needed > self.config.max_total_context:
+            if kept and context + row.context > self.config.max_total_context:
                 continue
             while not self._grow(row):
                 if row.num_drafts:
                     row.num_drafts = 0
                     continue
+                if not may_preempt:
+                    return None
                 victim = self.running[-1]
                 self._preempt(victim)
                 preempted.add(victim.arrival)
@@ -170,13 +216,13 @@ class Scheduler:
                     break
             if sequence.arrival in preempted:
                 continue
-            context += needed
+            context += row.context
             kept.append(row)
         return kept, bool(preempted)
 
     def _grow(self, row: ScheduledRow) -> bool:
         sequence = row.sequence
-        slots = slots_needed(sequence.cache_length, row.num_tokens, row.num_drafts, self.num_speculative_tokens)
+        slots = slots_needed(sequence.most_length, row.num_tokens, row.num_drafts, self.num_speculative_tokens)
         missing = -(-slots // PAGE_SIZE) - len(sequence.pages)
         if missing > 0:
             if missing > self.allocator.num_free:
@@ -192,7 +238,7 @@ class Scheduler:
         self.add(victim)
 
     def _admit(self, rows: list[ScheduledRow], budget: int) -> None:
-        context = sum(row.sequence.cache_length + row.num_tokens + row.num_drafts for row in rows)
+        context = sum(row.context for row in rows)
         while self._waiting and budget > 0 and len(self.running) < self.config.max_batch_size:
             sequence = self._waiting[0][1]
             num_tokens = len(sequence.token_ids)
@@ -213,7 +259,7 @@ class Scheduler:
             if sequence.num_cached_tokens < 0:
                 sequence.num_cached_tokens = sequence.cache_length
             insort(self.running, sequence, key=lambda s: s.rank)
-            row = ScheduledRow(sequence, min(sequence.num_uncached, budget, self.config.max_chunk_tokens), 0)
+            row = ScheduledRow.of(sequence, min(sequence.num_uncached, budget, self.config.max_chunk_tokens))
             rows.append(row)
             budget -= row.num_tokens
             context += num_tokens

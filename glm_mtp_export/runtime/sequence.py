@@ -4,6 +4,9 @@ A request with n > 1 is n sequences that share prompt pages. The caches hold `ca
 `token_ids`; the tokens after them have to be fed. With nothing but the last token to feed, a sequence decodes; with
 more it prefills, which is also how a preempted one comes back. All changes go through the engine and the scheduler, in
 one thread.
+
+While a call runs, the next one may be planned: `in_flight` is the row of this sequence in the call whose results are
+not known, and the `planned_` values are what it leaves at least; `most_length` is what it leaves at most.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from glm_mtp_export.runtime.request import Completion, FinishReason, Request, Se
 from glm_mtp_export.runtime.thinking import ThinkingPhase
 
 if TYPE_CHECKING:
+    from glm_mtp_export.runtime.scheduler import ScheduledRow
     from glm_mtp_export.runtime.structured import GrammarState
 
 __all__ = ["Sequence"]
@@ -51,6 +55,7 @@ class Sequence:
         self.num_prompt = len(self.token_ids)
         self.cache_length = 0
         self.drafts: list[int] = []
+        self.in_flight: ScheduledRow | None = None
         self.pages: list[int] = []
         self.page_row = np.zeros(16, dtype=np.int32)
         self.page_keys: list[bytes] = []
@@ -85,6 +90,31 @@ class Sequence:
     def num_uncached(self) -> int:
         """Tokens that still have to be fed."""
         return len(self.token_ids) - self.cache_length
+
+    @property
+    def is_continued(self) -> bool:
+        """True when the call in flight ends with a sample of this sequence, which the next call feeds unseen."""
+        return self.in_flight is not None and self.in_flight.is_final
+
+    @property
+    def planned_length(self) -> int:
+        """Valid positions after the call in flight if it accepts no draft."""
+        return self.cache_length + (self.in_flight.num_tokens if self.in_flight is not None else 0)
+
+    @property
+    def most_length(self) -> int:
+        """Valid positions after the call in flight if it accepts every draft."""
+        return self.planned_length + (self.in_flight.num_drafts if self.in_flight is not None else 0)
+
+    @property
+    def planned_uncached(self) -> int:
+        """Tokens to feed after the call in flight; its sample, seen or not, is one of them."""
+        return 1 if self.is_continued else len(self.token_ids) - self.planned_length
+
+    @property
+    def planned_output(self) -> int:
+        """Output tokens after the call in flight if it accepts no draft."""
+        return self.num_output + self.is_continued
 
     @property
     def output_ids(self) -> list[int]:

@@ -1,6 +1,7 @@
 """From scheduled rows to the arrays of one call.
 
-In: rows with their pages. Out: `StepInputs`. Only arrays the artifact's graph has are filled; penalties and biases of
+In: rows with their pages. Out: `StepInputs`; for rows that continue an unseen one, the values for "no draft accepted", which the
+session corrects. Only arrays the artifact's graph has are filled; penalties and biases of
 a call cost [B, V] arrays and are built only when the graph was compiled for them.
 """
 
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from glm_mtp_export.artifact import PAGE_SIZE, Manifest
-from glm_mtp_export.runtime.masks import TokenMasks, constant
+from glm_mtp_export.runtime.masks import TokenMasks, constant, is_restricted
 from glm_mtp_export.runtime.paging import slots_needed
 from glm_mtp_export.runtime.sampling import BAN_BIAS, Capabilities
 from glm_mtp_export.runtime.scheduler import ScheduledRow
@@ -40,14 +41,14 @@ class StepBatcher:
         params = [s.params for s in sequences]
         drafts = np.zeros((len(rows), self._speculation.draft_width), dtype=np.int32)
         for b, row in enumerate(rows):
-            if row.num_drafts:
+            if row.num_drafts and row.follows < 0:
                 drafts[b, : row.num_drafts] = row.sequence.drafts[: row.num_drafts]
         return StepInputs(
             token_ids=token_ids,
             row_offsets=row_offsets,
             num_drafts=np.array([row.num_drafts for row in rows], dtype=np.int32),
             draft_tokens=drafts,
-            cache_lengths=np.array([s.cache_length for s in sequences], dtype=np.int32),
+            cache_lengths=np.array([s.planned_length for s in sequences], dtype=np.int32),
             block_table=self._block_table(rows),
             next_prompt_token=next_prompt_token,
             temperature=np.array([p.temperature for p in params], dtype=np.float32),
@@ -55,12 +56,21 @@ class StepBatcher:
             top_p=np.array([p.top_p for p in params], dtype=np.float32),
             min_p=np.array([p.min_p for p in params], dtype=np.float32),
             seed=np.array([s.seed for s in sequences], dtype=np.int64),
-            sample_offset=np.array([len(s.token_ids) - s.num_prompt for s in sequences], dtype=np.int32),
+            sample_offset=np.array([s.planned_output for s in sequences], dtype=np.int32),
             in_thinking_phase=np.array([s.phase.is_open for s in sequences], dtype=np.bool_),
             relaxed_delta=self._relaxed_delta,
-            token_bitmask=None if self._masks is None else self._masks.bitmask(rows),
+            token_bitmask=None if self._masks is None or self.bitmask_waits(rows) else self._masks.bitmask(rows),
             **self._penalties(rows),
         )
+
+    def bitmask_waits(self, rows: Items[ScheduledRow]) -> bool:
+        """True when a mask depends on tokens that are not known yet."""
+        return self._masks is not None and any(row.follows >= 0 and is_restricted(row) for row in rows)
+
+    def bitmask(self, rows: Items[ScheduledRow]) -> Int32:
+        """The masks of a call that was launched without them, now that its sequences have caught up."""
+        assert self._masks is not None
+        return self._masks.bitmask(rows)
 
     def _fed_tokens(self, rows: Items[ScheduledRow]) -> tuple[Int32, Int32, Int32]:
         tokens: list[int] = []
@@ -68,8 +78,9 @@ class StepBatcher:
         following = []
         for row in rows:
             sequence = row.sequence
-            end = sequence.cache_length + row.num_tokens
-            tokens += sequence.token_ids[sequence.cache_length : end]
+            start = sequence.planned_length
+            end = start + row.num_tokens
+            tokens += sequence.token_ids[start:end] if row.follows < 0 else [0]
             if row.num_drafts:
                 tokens += [0] * row.num_drafts
             offsets.append(len(tokens))
@@ -82,7 +93,7 @@ class StepBatcher:
 
     def _block_table(self, rows: Items[ScheduledRow]) -> Int32:
         widths = [
-            -(-slots_needed(r.sequence.cache_length, r.num_tokens, r.num_drafts, self._num_drafts) // PAGE_SIZE)
+            -(-slots_needed(r.sequence.most_length, r.num_tokens, r.num_drafts, self._num_drafts) // PAGE_SIZE)
             for r in rows
         ]
         table = np.zeros((len(rows), max(widths)), dtype=np.int32)

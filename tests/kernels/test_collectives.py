@@ -13,6 +13,7 @@ import pytest
 import torch
 from abi_products import GuardedBuffer, KernelError
 from quantised_oracle import assert_close
+from sanitized import mark_some
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CAPACITY = 65536  # packets of a sender, as in the library
@@ -69,7 +70,8 @@ class Ranks:
 
 
 def bits(x: torch.Tensor) -> np.ndarray:
-    return x.view(torch.int16).cpu().numpy()
+    """Every NaN as one and the same: an addition may give any of them."""
+    return torch.where(x.isnan(), torch.full_like(x, torch.nan), x).view(torch.int16).cpu().numpy()
 
 
 def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -90,7 +92,7 @@ def payloads(num_ranks: int, rows: int, width: int, seed: int) -> list[torch.Ten
 
 @pytest.mark.gpu
 @needs_card
-@pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 6144), (300, 6144)])
+@pytest.mark.parametrize(("rows", "width"), mark_some([(1, 8), (3, 6144), (300, 6144)], 0, unpack=True))
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 def test_parts_are_added_in_rank_order(num_ranks: int, rows: int, width: int) -> None:
     parts = payloads(num_ranks, rows, width, 3)
@@ -189,7 +191,9 @@ def test_the_best_of_the_ranks_is_the_largest_value_and_then_the_lowest_id() -> 
 
 @pytest.mark.gpu
 @needs_card
-@pytest.mark.parametrize(("rows", "width", "num_ranks"), [(1, 4, 2), (3, 64, 8), (16, 19360, 8)])
+@pytest.mark.parametrize(
+    ("rows", "width", "num_ranks"), mark_some([(1, 4, 2), (3, 64, 8), (16, 19360, 8)], 1, unpack=True)
+)
 def test_columns_of_the_ranks_stand_side_by_side(rows: int, width: int, num_ranks: int) -> None:
     parts = torch.randn(num_ranks, rows, width, device="cuda")
     y = GuardedBuffer((rows, num_ranks * width), torch.float32)
@@ -202,7 +206,7 @@ def test_columns_of_the_ranks_stand_side_by_side(rows: int, width: int, num_rank
 @pytest.mark.gpu
 @needs_card
 @pytest.mark.parametrize("num_rows", [1, 5, 40])
-@pytest.mark.parametrize(("vocab", "valid"), [(512, 512), (512, 300), (19360 * 8, 154856)])
+@pytest.mark.parametrize(("vocab", "valid"), mark_some([(512, 512), (512, 300), (19360 * 8, 154856)], 1, unpack=True))
 def test_best_of_a_slice_agrees_with_the_whole_head(num_rows: int, vocab: int, valid: int) -> None:
     num_ranks, hidden = 8, 256
     generator = torch.Generator(device="cuda").manual_seed(5)

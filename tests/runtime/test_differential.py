@@ -22,9 +22,10 @@ from glm_mtp_export.runtime.scheduler import SchedulerConfig
 _LENGTHS = (1, 2, 5, 47, 48, 49, 63, 64, 65, 96, 127, 128, 129, 200)
 
 
-def _random_params(rng: random.Random, max_tokens: int) -> SamplingParams:
+def _random_params(rng: random.Random, max_tokens: int, penalised: float = 1.0) -> SamplingParams:
+    """`penalised`: share of requests that may draw penalties, with which a call is not launched ahead."""
     chance = rng.random
-    return SamplingParams(
+    params = SamplingParams(
         temperature=rng.choice([0.0, 0.0, 0.5, 1.0, 1.7]),
         top_p=rng.choice([1.0, 0.9, 0.4]),
         top_k=rng.choice([0, -1, 1, 7, 40]),
@@ -43,6 +44,9 @@ def _random_params(rng: random.Random, max_tokens: int) -> SamplingParams:
         thinking_budget=rng.randint(0, 6) if chance() < 0.2 else None,
         speculative=chance() < 0.85,
     )
+    if chance() < penalised:
+        return params
+    return replace(params, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
 
 
 def _random_prompt(rng: random.Random, prefixes: list[list[int]]) -> list[int]:
@@ -57,16 +61,26 @@ def _random_prompt(rng: random.Random, prefixes: list[list[int]]) -> list[int]:
 
 
 def _run_mix(
-    seed: int, num_requests: int, num_drafts: int, num_pages: int, config: SchedulerConfig, abort_chance: float
+    seed: int,
+    num_requests: int,
+    num_drafts: int,
+    num_pages: int,
+    config: SchedulerConfig,
+    abort_chance: float,
+    ahead: bool = False,
 ) -> tuple[Bench, dict[str, tuple[list[int], SamplingParams]]]:
     rng = random.Random(seed)
-    b = bench(num_drafts, num_pages, hashed_errors(rng.choice([0, 20, 60, 100]), seed), config)
+    b = bench(num_drafts, num_pages, hashed_errors(rng.choice([0, 20, 60, 100]), seed), config, launch_ahead=ahead)
+    penalised = 0.05 if ahead else 1.0
     prefixes = [[rng.randrange(256) for _ in range(150)] for _ in range(3)]
     requests: dict[str, tuple[list[int], SamplingParams]] = {}
     while len(requests) < num_requests or b.engine.has_work:
         for _ in range(min(rng.choice([0, 0, 0, 1, 8]), num_requests - len(requests))):
             name = f"r{len(requests)}"
-            requests[name] = _random_prompt(rng, prefixes), _random_params(rng, rng.choice([1, 2, 3, 9, 25, 70]))
+            requests[name] = (
+                _random_prompt(rng, prefixes),
+                _random_params(rng, rng.choice([1, 2, 3, 9, 25, 70]), penalised),
+            )
             b.add(name, *requests[name], priority=rng.choice([0, 0, 1]), stream=rng.random() < 0.5)
         if requests and rng.random() < abort_chance:
             b.engine.abort(f"r{rng.randrange(len(requests))}")
@@ -99,10 +113,11 @@ def _assert_equals_oracle(b: Bench, requests: dict[str, tuple[list[int], Samplin
         assert text == done.text, (name, params)
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("num_drafts", [0, 1, 2, 3, 5, 7])
-def test_random_mixes_equal_the_oracle(num_drafts: int) -> None:
+def test_random_mixes_equal_the_oracle(num_drafts: int, ahead: bool) -> None:
     config = SchedulerConfig(max_batch_size=6, max_num_batched_tokens=64, max_chunk_tokens=48, max_total_context=700)
-    b, requests = _run_mix(100 + num_drafts, 150, num_drafts, 7, config, abort_chance=0.06)
+    b, requests = _run_mix(100 + num_drafts, 150, num_drafts, 7, config, abort_chance=0.06, ahead=ahead)
     _assert_equals_oracle(b, requests)
     assert b.session.num_draft_cache_errors == 0
     reasons = {c.finish_reason for c in b.completions.values()}
@@ -131,12 +146,13 @@ _GRAMMARS = (
 )
 
 
-def test_random_mixes_with_grammars_equal_decoding_one_by_one() -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+def test_random_mixes_with_grammars_equal_decoding_one_by_one(ahead: bool) -> None:
     rng = random.Random(11)
     requests = {}
     for i in range(60):
         structure = rng.choice((None, *_GRAMMARS))
-        params = _random_params(rng, rng.choice([3, 20, 60]))
+        params = _random_params(rng, rng.choice([3, 20, 60]), 0.05 if ahead else 1.0)
         if structure is not None:
             params = replace(params, structured_output=structure, ignore_eos=False, stop=())
         requests[f"r{i}"] = [rng.randrange(256) for _ in range(rng.choice(_LENGTHS))], params
@@ -144,7 +160,7 @@ def test_random_mixes_with_grammars_equal_decoding_one_by_one() -> None:
     for name, request in requests.items():
         plain.add(name, *request)
         plain.run()
-    mixed = bench(5, 8, hashed_errors(30, 2), SchedulerConfig(6, 64, 48))
+    mixed = bench(5, 8, hashed_errors(30, 2), SchedulerConfig(6, 64, 48), launch_ahead=ahead)
     for name, request in requests.items():
         mixed.add(name, *request)
     mixed.run()
@@ -158,10 +174,10 @@ def test_random_mixes_with_grammars_equal_decoding_one_by_one() -> None:
         ), requests[name]
 
 
-def _soak(num_requests: int) -> None:
+def _soak(num_requests: int, ahead: bool = False) -> None:
     config = SchedulerConfig(max_batch_size=8, max_num_batched_tokens=96, max_chunk_tokens=64)
     rng = random.Random(5)
-    b = bench(3, 12, hashed_errors(30, 5), config, poison=False)
+    b = bench(3, 12, hashed_errors(30, 5), config, poison=False, launch_ahead=ahead)
     prefix = [rng.randrange(256) for _ in range(100)]
     started, sizes = 0, []
     while started < num_requests or b.engine.has_work:
@@ -185,19 +201,21 @@ def _soak(num_requests: int) -> None:
     assert max(sizes[1:]) - min(sizes[1:]) < num_requests // 4, sizes
 
 
-def test_soak_of_500_requests_through_12_pages() -> None:
-    _soak(500)
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+def test_soak_of_500_requests_through_12_pages(ahead: bool) -> None:
+    _soak(500, ahead)
 
 
 @pytest.mark.slow
-def test_soak_of_10000_requests_through_12_pages() -> None:
-    _soak(10_000)
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+def test_soak_of_10000_requests_through_12_pages(ahead: bool) -> None:
+    _soak(10_000, ahead)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_many_random_mixes_equal_the_oracle(seed: int) -> None:
     config = SchedulerConfig(max_batch_size=8, max_num_batched_tokens=80, max_chunk_tokens=48)
-    b, requests = _run_mix(1000 + seed, 100, seed % 8, 20, config, abort_chance=0.06)
+    b, requests = _run_mix(1000 + seed, 100, seed % 8, 20, config, abort_chance=0.06, ahead=seed % 2 == 1)
     _assert_equals_oracle(b, requests)
     assert b.session.num_draft_cache_errors == 0
