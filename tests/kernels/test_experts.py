@@ -16,6 +16,7 @@ from quantised_oracle import (
     random_fp8_blocks,
     random_nvfp4,
 )
+from sanitized import mark_some, sanitized
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -111,7 +112,7 @@ def _oracle(
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("case", TINY + CORNERS + PRODUCTION, ids=str)
+@pytest.mark.parametrize("case", mark_some(TINY, 1, 2, 3) + mark_some(CORNERS, 0, 2) + PRODUCTION, ids=str)
 def test_experts_equal_float64_sum(kind: str, case: tuple[int, int, int, int, int]) -> None:
     rows, hidden, intermediate, num_experts, top_k = case
     parts = _weights(kind, hidden, intermediate, num_experts)
@@ -124,6 +125,7 @@ def test_experts_equal_float64_sum(kind: str, case: tuple[int, int, int, int, in
         assert_close(found, raw, FP8_RAW_LIMIT, f"{kind} {case} against raw activations")
 
 
+@sanitized
 def test_nvfp4_small_scales_are_decoded_exactly() -> None:
     """Each output column of w2 has scales of one magnitude, down to e4m3 subnormals; every column's error counts."""
     parts = _weights("nvfp4", 256, 256, 2)
@@ -133,6 +135,7 @@ def test_nvfp4_small_scales_are_decoded_exactly() -> None:
     assert_close(found.T, expected.T, BF16_LIMIT, "columns of nvfp4 experts")
 
 
+@sanitized
 @pytest.mark.parametrize("kind", FORMATS)
 def test_skipped_ids_and_padding_rows(kind: str) -> None:
     parts = _weights(kind, 256, 128, 16)

@@ -6,6 +6,7 @@ import abi_products
 import pytest
 import torch
 from quantised_oracle import assert_close
+from sanitized import mark_some, sanitized
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -24,7 +25,7 @@ def _case(case: tuple[int, int, int, int, int]) -> tuple[torch.Tensor, torch.Ten
     return x, rows, weight
 
 
-@pytest.mark.parametrize("case", TINY + PRODUCTION, ids=str)
+@pytest.mark.parametrize("case", mark_some(TINY, 1, 3, 4) + PRODUCTION, ids=str)
 def test_logits_equal_float64_product(case: tuple[int, int, int, int, int]) -> None:
     x, rows, weight = _case(case)
     valid = case[-1]
@@ -42,7 +43,7 @@ def test_rows_out_of_range_read_as_zeros() -> None:
     assert_close(found[[1, 3]], x[[2, 0]].double() @ weight.double().T, F32_LIMIT, "rows in range")
 
 
-@pytest.mark.parametrize("case", TINY + PRODUCTION, ids=str)
+@pytest.mark.parametrize("case", mark_some(TINY, 1, 3, 4) + PRODUCTION, ids=str)
 def test_argmax_is_the_argmax_of_the_logits(case: tuple[int, int, int, int, int]) -> None:
     x, _, weight = _case(case)
     valid = case[-1]
@@ -67,6 +68,7 @@ def test_ties_go_to_the_lowest_id() -> None:
         assert int(abi_products.head_argmax(x[:1].contiguous(), tied, 512)[0]) == min(copy)
 
 
+@sanitized
 def test_nan_never_wins() -> None:
     x, _, weight = _case((3, 1, 256, 512, 512))
     expected = abi_products.head_argmax(x, weight, 512)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from abi_products import GuardedBuffer
+from sanitized import mark_some
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -47,7 +48,9 @@ def expected(values: dict[str, np.ndarray], num_slots: int) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize(("batch", "num_slots", "vocab"), [(1, 1, 1), (3, 4, 320), (2, 3, 1000)])
+@pytest.mark.parametrize(
+    ("batch", "num_slots", "vocab"), mark_some([(1, 1, 1), (3, 4, 320), (2, 3, 1000)], 1, unpack=True)
+)
 def test_penalties(batch: int, num_slots: int, vocab: int) -> None:
     rng = np.random.default_rng(batch * 100 + num_slots)
     width = max(num_slots - 1, 1)

@@ -7,6 +7,7 @@ import random
 import abi_rows
 import pytest
 import torch
+from sanitized import mark_some
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -25,7 +26,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("case", STEPS, ids=lambda c: f"B{len(c[0])}-K{c[2]}")
+@pytest.mark.parametrize("case", mark_some(STEPS, 2, 3), ids=lambda c: f"B{len(c[0])}-K{c[2]}")
 def test_step_and_shift(case: tuple[list[int], list[int], int, int]) -> None:
     sizes, drafts, k, padding = case
     rng = random.Random(3)
@@ -90,14 +91,18 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("rows", "row_width", "offset", "width"),
-    [
-        (1, 8, 0, 8),
-        (3, 128, 64, 32),
-        (7, 2624, 0, 2048),
-        (5, 6144, 0, 6144),
-        (2, 16384, 0, 16384),
-        (33, 4112, 16, 4096),
-    ],
+    mark_some(
+        [
+            (1, 8, 0, 8),
+            (3, 128, 64, 32),
+            (7, 2624, 0, 2048),
+            (5, 6144, 0, 6144),
+            (2, 16384, 0, 16384),
+            (33, 4112, 16, 4096),
+        ],
+        *(1, 3),
+        unpack=True,
+    ),
 )
 def test_rms_norm(rows: int, row_width: int, offset: int, width: int) -> None:
     x = (torch.randn(rows, row_width, device="cuda") * 3 + 1).bfloat16()
@@ -110,7 +115,7 @@ def test_rms_norm(rows: int, row_width: int, offset: int, width: int) -> None:
     assert torch.equal(abi_rows.rms_norm(x[-1:].contiguous(), weight, 1e-5, offset)[0], found[-1])
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 64), (4, 6144), (9, 2048), (2, 16384)])
+@pytest.mark.parametrize(("rows", "width"), mark_some([(1, 64), (4, 6144), (9, 2048), (2, 16384)], 0, 2, unpack=True))
 def test_add_rms_norm(rows: int, width: int) -> None:
     x, residual = (torch.randn(rows, width, device="cuda").bfloat16() for _ in range(2))
     weight = torch.randn(width, device="cuda").bfloat16()
@@ -124,7 +129,7 @@ def test_add_rms_norm(rows: int, width: int) -> None:
     assert torch.equal(residual, total)
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 8), (5, 2048), (130, 12288)])
+@pytest.mark.parametrize(("rows", "width"), mark_some([(1, 8), (5, 2048), (130, 12288)], 1, unpack=True))
 def test_silu_mul(rows: int, width: int) -> None:
     x = (torch.randn(rows, 2 * width, device="cuda") * 4).bfloat16()
     x[0, 0] = -200.0
@@ -142,7 +147,7 @@ def test_norm_refusals() -> None:
         abi_rows.rms_norm(x, torch.zeros(32, device="cuda").bfloat16(), 1e-5, 40)
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 256), (4, 6144), (3, 16384)])
+@pytest.mark.parametrize(("rows", "width"), mark_some([(1, 64), (5, 256), (4, 6144), (3, 16384)], 1, unpack=True))
 def test_draft_input(rows: int, width: int) -> None:
     table = (torch.randn(11, width, device="cuda") * 50).bfloat16()
     hidden = torch.randn(rows, width, device="cuda").bfloat16()

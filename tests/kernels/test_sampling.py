@@ -9,6 +9,7 @@ import abi_rows
 import numpy as np
 import pytest
 import torch
+from sanitized import mark_some
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -150,13 +151,13 @@ TINY = [(10, 1, 320, 2.0), (20, 4, 320, 2.0), (10, 2, 1, 1.0), (10, 3, 37, 1.0),
 PRODUCTION = [(20, 4, 154880, 5.0), (10, 9, 151552, 5.0)]
 
 
-@pytest.mark.parametrize("case", TINY + PRODUCTION, ids=str)
+@pytest.mark.parametrize("case", mark_some(TINY, 2, 3, 4) + PRODUCTION, ids=str)
 def test_accept_strict(case: tuple[int, int, int, float]) -> None:
     requests, num_slots, vocab, spread = case
     check(make_inputs(requests, num_slots, vocab, 1, spread), num_slots)
 
 
-@pytest.mark.parametrize("case", [TINY[1], TINY[4], PRODUCTION[0]], ids=str)
+@pytest.mark.parametrize("case", mark_some([TINY[1], TINY[4], PRODUCTION[0]], 1), ids=str)
 def test_accept_relaxed(case: tuple[int, int, int, float]) -> None:
     requests, num_slots, vocab, spread = case
     inputs = make_inputs(requests, num_slots, vocab, 2, spread)
@@ -240,7 +241,10 @@ def test_accept_is_the_same_alone_and_repeated(vocab: int) -> None:
         assert all(torch.equal(a[0], o[b]) for a, o in zip(alone, outputs, strict=True))
 
 
-@pytest.mark.parametrize(("requests", "num_slots", "vocab"), [(3, 2, 320), (2, 4, 45), (2, 4, 154880), (1, 1, 31)])
+@pytest.mark.parametrize(
+    ("requests", "num_slots", "vocab"),
+    mark_some([(3, 2, 320), (2, 4, 45), (2, 4, 154880), (1, 1, 31)], 1, 3, unpack=True),
+)
 def test_mask_logits(requests: int, num_slots: int, vocab: int) -> None:
     words = -(-vocab // 32)
     logits = torch.randn(requests * num_slots, vocab, device="cuda")
@@ -258,7 +262,9 @@ def test_mask_logits(requests: int, num_slots: int, vocab: int) -> None:
 
 
 @pytest.mark.parametrize("top_n", [0, 1, 5, 20])
-@pytest.mark.parametrize(("requests", "num_slots", "vocab"), [(3, 4, 320), (2, 2, 154880), (2, 1, 7)])
+@pytest.mark.parametrize(
+    ("requests", "num_slots", "vocab"), mark_some([(3, 4, 320), (2, 2, 154880), (2, 1, 7)], 0, unpack=True)
+)
 def test_token_logprobs(requests: int, num_slots: int, vocab: int, top_n: int) -> None:
     logits = torch.randn(requests * num_slots, vocab, device="cuda") * 4 + 50
     logits[0, 5] = logits[0, 3] = logits[0].max() + 1  # a tie at the top
