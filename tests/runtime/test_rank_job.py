@@ -89,6 +89,16 @@ def test_ranks_generate_what_one_process_does(alone: list[list[int]]) -> None:
     assert len(calls) == 1 and calls.pop() > 3
 
 
+def test_ranks_launch_ahead_together(alone: list[list[int]]) -> None:
+    ended, _ = run_job(3, AHEAD="1")
+    assert [e.code for e in ended] == [0] * 3, ended
+    assert json.loads(ended[0].stdout) == alone
+    told = [json.loads(e.stdout) for e in ended[1:]]
+    assert told[0] == told[1]
+    # One prefill at least continues nothing; the second request's masks depend on tokens that were not known.
+    assert told[0]["launches"] == told[0]["calls"] > told[0]["continued"] > told[0]["masks"] > 0
+
+
 def test_torchrun_starts_a_job(alone: list[list[int]], tmp_path: Path) -> None:
     command = [
         sys.executable,
