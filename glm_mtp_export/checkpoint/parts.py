@@ -26,6 +26,8 @@ from glm_mtp_export.checkpoint.numeric import (
     bf16_to_f32,
     e2m1_to_f32,
     e4m3_to_f32,
+    fp8_block_scales,
+    nvfp4_scales,
     quantise_fp8_blocks,
     quantise_nvfp4,
     unpack_nibbles,
@@ -133,16 +135,20 @@ class Part:
         if entry.format == FP8_BLOCK_FORMAT:
             if self.has_kernel_blocks:  # the codes are stored, so it is the scales
                 return self.weight.kernel_scales(self.start, self.stop)
-            return self.fp8()[entry.component == "block_scale"]
+            if entry.component == "block_scale":
+                return fp8_block_scales(self.weight.floats(self.start, self.stop))
+            return self.fp8()[0]
         return self.weight.bf16(self.start, self.stop) if entry.dtype == "bfloat16" else self.rounded(entry.precision)
 
     def _nvfp4_component(self, component: str) -> npt.NDArray[Any]:
         weight = self.weight
         if weight.format == NVFP4:  # codes and group scales are stored
             return np.array([weight.global_scale()], np.float32)
-        codes, groups, overall = quantise_nvfp4(weight.floats(self.start, self.stop))
-        made: dict[str, npt.NDArray[Any]] = {"values": codes, "group_scale": groups}
-        return made.get(component, np.array([overall], np.float32))
+        values = weight.floats(self.start, self.stop)
+        if component == "values":
+            return quantise_nvfp4(values)[0]
+        groups, overall = nvfp4_scales(values)
+        return groups if component == "group_scale" else np.array([overall], np.float32)
 
 
 def entry_parts(view: CheckpointView, entry: WeightEntry) -> Iterator[Part]:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FileReader"]
 
+# From here on the whole range is asked for at once; the kernel's own read-ahead takes a far smaller step at a time.
+_AHEAD_BYTES = 1 << 20
 _MOST_BYTES = 1 << 30  # of one call: Linux reads at most 2 GiB less a page at once
 
 
@@ -37,6 +39,8 @@ class FileReader:
         view, done = buffer.data, 0
         try:
             descriptor = self._descriptor(info.file)
+            if len(view) >= _AHEAD_BYTES:
+                os.posix_fadvise(descriptor, info.offset + begin, len(view), os.POSIX_FADV_WILLNEED)
             while done < len(view):
                 count = os.preadv(descriptor, [view[done : done + _MOST_BYTES]], info.offset + begin + done)
                 if count == 0:

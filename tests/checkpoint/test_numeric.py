@@ -137,3 +137,35 @@ def test_nvfp4_groups() -> None:
             # half the widest e2m1 gap (4 to 6), plus what rounding the group scale down may cut off at 6
             assert abs(found - float(values[i, j])) <= step * (1 + 6 / 16)
     assert not packed[2, :8].any()
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (200, 304), (130, 4096)])
+def test_scales_alone_are_those_of_the_whole_quantisation(shape: tuple[int, int]) -> None:
+    values = np.random.default_rng(4).standard_normal(shape).astype(np.float32)
+    values[0, :16] = 0
+    assert np.array_equal(numeric.fp8_block_scales(values), numeric.quantise_fp8_blocks(values)[1])
+    groups, overall = numeric.nvfp4_scales(values)
+    _, expected_groups, expected_overall = numeric.quantise_nvfp4(values)
+    assert np.array_equal(groups, expected_groups) and overall == expected_overall
+    largest = np.abs(values.reshape(shape[0], -1, 16)).max(axis=2)
+    assert np.array_equal(groups, numeric.f32_to_e4m3(largest / np.float32(6) / overall))
+
+
+def test_e4m3_of_any_bits_is_that_of_their_exact_value() -> None:
+    """Against the rule in float64, on bits of every kind: subnormals, ties and their neighbours, infinities, NaNs."""
+    rng = np.random.default_rng(5)
+    bits = rng.integers(0, 1 << 32, 1 << 16, dtype=np.uint32)
+    ties = (rng.integers(0, 1 << 16, 1 << 14, dtype=np.uint32) << 16)[:, None] + np.array([0, 1, 0xFFFF], np.uint32)
+    near = (ties & np.uint32(0x807FFFFF)) | (rng.integers(114, 138, ties.shape, dtype=np.uint32) << 23)  # 2^-13 to 2^10
+    values = np.concatenate([bits, ties.ravel(), near.ravel()]).view(np.float32)
+    found = numeric.f32_to_e4m3(values)
+    with np.errstate(invalid="ignore"):
+        exact = np.clip(np.abs(values.astype(np.float64)), 0, 448)
+    exponent = np.clip(np.floor(np.log2(np.where(exact > 0, exact, 1))), -6, 8)
+    step = np.exp2(exponent - 3)
+    rounded = np.rint(exact / step) * step  # numpy rounds halves to even; codes of equal parity have even quotients
+    with np.errstate(invalid="ignore"):
+        expected = np.where(np.isnan(values), np.nan, np.copysign(rounded, values))
+    decoded = numeric.e4m3_to_f32(found).astype(np.float64)
+    assert np.array_equal(decoded, expected, equal_nan=True)
+    assert np.array_equal(np.signbit(decoded), np.signbit(values))
