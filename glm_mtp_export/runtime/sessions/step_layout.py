@@ -18,7 +18,14 @@ __all__ = ["CallSizes", "StepLayout", "bucket", "padded"]
 
 _ALIGNMENT = 256
 # What an added request holds where zero would not do.
-_FILL = {"block_table": -1, "next_prompt_token": -1, "top_p": 1, "token_bitmask": -1, "repetition_penalty": 1}
+_FILL = {
+    "block_table": -1,
+    "next_prompt_token": -1,
+    "top_p": 1,
+    "token_bitmask": -1,
+    "repetition_penalty": 1,
+    "follows": -1,
+}
 
 
 @dataclass(frozen=True)

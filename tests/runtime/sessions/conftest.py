@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,3 +22,16 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoint = write_synthetic(root / "checkpoint")
     export_checkpoint(checkpoint, root / "artifact", ExportOptions(speculation=SpeculationConfig(2)))
     return root / "artifact"
+
+
+@pytest.fixture(params=[False, True], ids=["work at once", "work at the last moment"])
+def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A card of host memory under the session."""
+    import fake_card
+
+    from glm_mtp_export.runtime.sessions import call_buffers, tensorrt
+
+    made = fake_card.Card(request.param)
+    made.put_into(monkeypatch, tensorrt, call_buffers)
+    fake_card.stage_on_the_host(monkeypatch)
+    return made

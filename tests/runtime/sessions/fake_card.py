@@ -1,14 +1,17 @@
 """A card made of host memory, and an engine on it that runs the portable graph: for the session's own logic.
 
-Buffers are numpy arrays whose addresses the session hands to the engine, as it does with device memory. A graph keeps the
-work it was given and does it again, with the addresses of its capture.
+Buffers are numpy arrays whose addresses the session hands to the engine, as it does with device memory. Work waits in the queues
+of streams; a `Card` does it as soon as it can, or as late as it may: when the host waits for it, and no further than that. So
+memory that is used again too early shows. A graph keeps what was queued in its capture and queues it again.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,14 +21,28 @@ from numpy.typing import NDArray
 
 from glm_mtp_export.artifact import STEP_NAME, Manifest, TensorSpec
 from glm_mtp_export.runtime.sessions import weight_loader
+from glm_mtp_export.runtime.thinking import ThinkingIds
 
-__all__ = ["Buffer", "Engine", "Graph", "Stream", "stage_on_the_host"]
+__all__ = ["Buffer", "Card", "Engine", "Kernels", "Stream", "array_at", "stage_on_the_host"]
+
+Work = Callable[[], object]  # False: it cannot be done yet
+
+
+def array_at(address: int, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    """Memory as an array."""
+    kind = np.dtype(dtype)
+    raw = (ctypes.c_uint8 * (int(np.prod(shape)) * kind.itemsize)).from_address(address)
+    return np.ctypeslib.as_array(raw).view(kind).reshape(shape)
 
 
 class Stream:
     """Work is done when it is queued."""
 
     handle = 1
+
+    def queue(self, work: Work) -> None:
+        """Take work."""
+        work()
 
     def synchronize(self) -> None:
         """Nothing is ever pending."""
@@ -34,17 +51,126 @@ class Stream:
         """Nothing to free."""
 
 
+class Card:
+    """The queues, and what went through them. `is_late`: work is done when the host waits for it."""
+
+    def __init__(self, is_late: bool) -> None:
+        self.is_late = is_late
+        self.streams: list[CardStream] = []
+        self.uploads: list[tuple[int, int]] = []  # address on the card, bytes
+        self.num_captures = self.num_replays = 0
+
+    def put_into(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+        """The card of these modules is this one."""
+        makers: dict[str, Callable[..., Any]] = {
+            "DeviceBuffer": lambda num_bytes: Buffer(num_bytes, self),
+            "PinnedBuffer": Buffer,
+            "Stream": lambda: CardStream(self),
+            "Event": lambda: Event(self),
+            "Graph": lambda stream, work: Graph(self, stream, work),
+            "use_device": lambda: None,
+            "free_bytes": lambda: 1 << 40,
+        }
+        for module in modules:
+            for name, maker in makers.items():
+                if hasattr(module, name):
+                    monkeypatch.setattr(module, name, maker)
+
+    def run(self, stream: CardStream, until: Callable[[], bool]) -> None:
+        """Do the stream's work in order; what it waits for is done elsewhere, one piece at a time."""
+        while not until():
+            others = [other for other in self.streams if other is not stream]
+            if not stream.step() and not any([other.step() for other in others]):
+                raise AssertionError("the card waits for what nobody brings")
+
+    def run_what_can_be(self) -> None:
+        """Do all work of all streams that waits for nothing."""
+        while any([stream.step() for stream in self.streams]):
+            pass
+
+
+class CardStream(Stream):
+    """A queue of a card."""
+
+    def __init__(self, card: Card) -> None:
+        self.card, self.pending, self.captured = card, deque[Work](), None
+        card.streams.append(self)
+        self.handle = len(card.streams)
+
+    def queue(self, work: Work) -> None:
+        """Behind what is there."""
+        if self.captured is not None:
+            self.captured.append(work)
+            return
+        self.pending.append(work)
+        if not self.card.is_late:
+            self.card.run_what_can_be()
+
+    def step(self) -> bool:
+        """Do one piece of work; False when there is none, or it must wait."""
+        if not self.pending or self.pending[0]() is False:
+            return False
+        self.pending.popleft()
+        return True
+
+    def write_value(self, address: int, value: int) -> None:
+        """One word."""
+
+        def work() -> None:
+            array_at(address, "uint32", (1,))[0] = value & 0xFFFFFFFF
+
+        self.queue(work)
+
+    def synchronize(self) -> None:
+        """Do everything."""
+        self.card.run(self, lambda: not self.pending)
+
+
+class Event:
+    """Passed when the work before it is done."""
+
+    def __init__(self, card: Card) -> None:
+        self.card, self.stream, self.last, self.passed = card, None, 0, 0
+
+    def record(self, stream: CardStream) -> None:
+        """Behind what is there."""
+        self.stream, self.last = stream, self.last + 1
+        number = self.last
+
+        def work() -> None:
+            self.passed = number
+
+        stream.queue(work)
+
+    def synchronize(self) -> None:
+        """Do what is before it."""
+        if self.stream is not None:
+            self.card.run(self.stream, lambda: self.passed == self.last)
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
 class Buffer:
     """Stands for device and pinned memory; filled with garbage, as fresh memory is."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, card: Card | None = None) -> None:
         self.view: NDArray[np.uint8] = np.full(max(num_bytes, 1), 0x5A, dtype=np.uint8)
         self.num_bytes = num_bytes
         self.address = self.view.ctypes.data
+        self.card = card
+
+    def fill(self, byte: int, num_bytes: int, stream: Stream) -> None:
+        """As the card does."""
+
+        def work() -> None:
+            self.view[:num_bytes] = byte
+
+        stream.queue(work)
 
     def fill_zero(self, stream: Stream) -> None:
         """As the card does."""
-        self.view[:] = 0
+        self.fill(0, self.num_bytes, stream)
 
     def write(self, data: NDArray[Any], offset: int = 0) -> None:
         """Copy in."""
@@ -57,11 +183,21 @@ class Buffer:
 
     def upload(self, source: Buffer, num_bytes: int, stream: Stream, offset: int = 0) -> None:
         """Host to card."""
-        self.view[offset : offset + num_bytes] = source.view[:num_bytes]
+        if self.card is not None:
+            self.card.uploads.append((self.address, num_bytes))
+
+        def work() -> None:
+            self.view[offset : offset + num_bytes] = source.view[:num_bytes]
+
+        stream.queue(work)
 
     def download(self, target: Buffer, num_bytes: int, stream: Stream) -> None:
         """Card to host."""
-        target.view[:num_bytes] = self.view[:num_bytes]
+
+        def work() -> None:
+            target.view[:num_bytes] = self.view[:num_bytes]
+
+        stream.queue(work)
 
     def close(self) -> None:
         """Writes after this would be seen."""
@@ -76,22 +212,97 @@ def stage_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Graph:
-    """Repeats the work it was made of."""
+    """Queues again what was queued in its capture."""
 
-    captures = 0
-    launches = 0
+    def __init__(self, card: Card, stream: CardStream, queue_work: Callable[[], None]) -> None:
+        card.num_captures += 1
+        self._card = card
+        stream.captured = []
+        try:
+            queue_work()
+        finally:
+            self._work, stream.captured = stream.captured, None
 
-    def __init__(self, stream: Stream, queue_work: Callable[[], None]) -> None:
-        Graph.captures += 1
-        self._work = queue_work
-
-    def launch(self, stream: Stream) -> None:
+    def launch(self, stream: CardStream) -> None:
         """Once more."""
-        Graph.launches += 1
-        self._work()
+        self._card.num_replays += 1
+        for work in self._work:
+            stream.queue(work)
 
     def close(self) -> None:
         """Nothing to free."""
+
+
+class Kernels:
+    """The launches around a step, request by request."""
+
+    def __init__(self, draft_width: int, ids: ThinkingIds) -> None:
+        self.draft_width, self.ids = draft_width, ids
+
+    def follow(
+        self, state: Mapping[str, int], num_requests: int, follows: int, carry: Mapping[str, int], stream: Stream
+    ) -> None:
+        """glm_follow_step."""
+
+        def work() -> None:
+            here, before = self._state(state, num_requests), self._carry(carry)
+            for b, j in enumerate(array_at(follows, "int32", (num_requests,)).tolist()):
+                if j < 0:
+                    continue
+                token = array_at(state["token_ids"] + 4 * int(here["row_offsets"][b]), "int32", (1,))
+                token[0] = max(before["next_tokens"](j), 0)
+                here["draft_tokens"][b] = before["draft_tokens"](j)
+                here["cache_lengths"][b] += before["num_accepted"](j)
+                here["sample_offset"][b] += before["num_accepted"](j)
+                here["in_thinking_phase"][b] = before["in_thinking_phase"](j)
+
+        stream.queue(work)
+
+    def carry(
+        self,
+        state: Mapping[str, int],
+        num_requests: int,
+        results: Mapping[str, int],
+        carry: Mapping[str, int],
+        stream: Stream,
+    ) -> None:
+        """glm_carry_step."""
+
+        def work() -> None:
+            here, ids = self._state(state, num_requests), self.ids
+            accepted, tokens = (array_at(results[n], "int32", (num_requests,)) for n in ("num_accepted", "next_tokens"))
+            proposals = np.zeros((num_requests, self.draft_width), np.int32)
+            if "next_draft_tokens" in results:
+                proposals = array_at(results["next_draft_tokens"], "int32", proposals.shape)
+            for b in range(num_requests):
+                is_open = bool(here["in_thinking_phase"][b])
+                for token in (*here["draft_tokens"][b, : accepted[b]], tokens[b]):
+                    if token in (ids.begin, ids.end, ids.tool_call):
+                        is_open = bool(token == ids.begin)
+                array_at(carry["num_accepted"] + 4 * b, "int32", (1,))[0] = accepted[b]
+                array_at(carry["next_tokens"] + 4 * b, "int32", (1,))[0] = tokens[b]
+                width = self.draft_width
+                array_at(carry["draft_tokens"] + 4 * b * width, "int32", (width,))[:] = proposals[b]
+                array_at(carry["in_thinking_phase"] + b, "bool", (1,))[0] = is_open
+
+        stream.queue(work)
+
+    def _state(self, addresses: Mapping[str, int], num: int) -> dict[str, NDArray[Any]]:
+        shapes = {"row_offsets": (num + 1,), "draft_tokens": (num, self.draft_width)}
+        return {
+            name: array_at(address, "bool" if name == "in_thinking_phase" else "int32", shapes.get(name, (num,)))
+            for name, address in addresses.items()
+            if name != "token_ids"
+        }
+
+    def _carry(self, addresses: Mapping[str, int]) -> dict[str, Callable[[int], Any]]:
+        width = self.draft_width
+        return {
+            "num_accepted": lambda j: array_at(addresses["num_accepted"] + 4 * j, "int32", (1,))[0],
+            "next_tokens": lambda j: array_at(addresses["next_tokens"] + 4 * j, "int32", (1,))[0],
+            "draft_tokens": lambda j: array_at(addresses["draft_tokens"] + 4 * j * width, "int32", (width,)),
+            "in_thinking_phase": lambda j: array_at(addresses["in_thinking_phase"] + j, "bool", (1,))[0],
+        }
 
 
 class Context:
@@ -125,31 +336,25 @@ class Context:
         return [spec.name for spec in self.engine.manifest.inputs if spec.name not in self.shapes]
 
     def execute_async_v3(self, stream: int) -> bool:
-        """Run the portable graph on the bound memory."""
-        self.engine.num_executions += 1
-        manifest = self.engine.manifest
-        feeds = {spec.name: self._array(spec, self.shapes[spec.name]) for spec in manifest.inputs}
-        for name, value in zip(self.engine.output_names, self.engine.session.run(None, feeds), strict=True):
-            spec = next(s for s in manifest.outputs if s.name == name)
-            self._array(spec, value.shape)[...] = value
+        """Queue the portable graph on the memory bound now."""
+        shapes, addresses = dict(self.shapes), dict(self.addresses)
+        self.engine.card.streams[stream - 1].queue(lambda: self.engine.execute(shapes, addresses))
         return True
-
-    def _array(self, spec: TensorSpec, shape: tuple[int, ...]) -> NDArray[Any]:
-        dtype = np.dtype(spec.dtype)
-        size = int(np.prod(shape)) * dtype.itemsize
-        raw = (ctypes.c_uint8 * size).from_address(self.addresses[spec.name])
-        return np.ctypeslib.as_array(raw).view(dtype).reshape(shape)
 
 
 class Engine:
     """As much of an ICudaEngine as the session uses."""
 
-    def __init__(self, artifact: Path, manifest: Manifest, most_rows: tuple[int, int], most_columns: int) -> None:
+    def __init__(
+        self, artifact: Path, manifest: Manifest, most_rows: tuple[int, int], most_columns: int, card: Card
+    ) -> None:
         self.manifest = manifest
+        self.card = card
+        self.feeds: list[dict[str, NDArray[Any]]] = []  # inputs of every execution, caches left out
         self.most_rows = most_rows
         self.most_columns = most_columns
-        self.num_executions = 0
         self.session = ort.InferenceSession(str(artifact / STEP_NAME), providers=["CPUExecutionProvider"])
+        self.input_names = [value.name for value in self.session.get_inputs()]
         self.output_names = [output.name for output in self.session.get_outputs()]
         self.contexts: list[Context] = []
 
@@ -165,3 +370,20 @@ class Engine:
         """A fresh one."""
         self.contexts.append(Context(self))
         return self.contexts[-1]
+
+    def execute(self, shapes: Mapping[str, tuple[int, ...]], addresses: Mapping[str, int]) -> bool:
+        """Run the graph. Not before the turn of its mask, if it has to wait for one."""
+
+        def found(spec: TensorSpec, shape: tuple[int, ...]) -> NDArray[Any]:
+            return array_at(addresses[spec.name], spec.dtype, shape)
+
+        feeds = {spec.name: found(spec, shapes[spec.name]) for spec in self.manifest.inputs}
+        turn, ready = (int(feeds.get(name, np.zeros(1))[0]) for name in ("mask_turn", "mask_ready"))
+        if turn != 0 and (ready - turn) % 2**32 >= 2**31:
+            return False
+        caches = {cache.name for cache in self.manifest.caches}
+        self.feeds.append({name: value.copy() for name, value in feeds.items() if name not in caches})
+        outputs = self.session.run(None, {name: feeds[name] for name in self.input_names})
+        for name, value in zip(self.output_names, outputs, strict=True):
+            found(next(s for s in self.manifest.outputs if s.name == name), value.shape)[...] = value
+        return True

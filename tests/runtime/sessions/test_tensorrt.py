@@ -11,6 +11,7 @@ from pathlib import Path
 import fake_card
 import numpy as np
 import pytest
+from card_session import MOST_COLUMNS, session_on
 from test_step_layout import PROFILE, K, calls
 
 from glm_mtp_export.artifact import Manifest
@@ -20,31 +21,17 @@ from glm_mtp_export.errors import ArtifactError, EngineError
 from glm_mtp_export.runtime.session import StepOutputs
 from glm_mtp_export.runtime.sessions import tensorrt
 from glm_mtp_export.runtime.sessions.onnxruntime import OnnxRuntimeSession
-from glm_mtp_export.tensorrt_toolchain import Toolchain
-
-MOST_COLUMNS = 3
 
 
 @pytest.fixture
-def session(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> tensorrt.TensorRtSession:
+def session(artifact: Path, card: fake_card.Card) -> tensorrt.TensorRtSession:
     """A session over the fake card, weights and caches in place."""
-    for name in ("DeviceBuffer", "PinnedBuffer"):
-        monkeypatch.setattr(tensorrt, name, fake_card.Buffer)
-    monkeypatch.setattr(tensorrt, "Stream", fake_card.Stream)
-    monkeypatch.setattr(tensorrt, "Graph", fake_card.Graph)
-    monkeypatch.setattr(tensorrt, "use_device", lambda: None)
-    monkeypatch.setattr(tensorrt, "free_bytes", lambda: 1 << 40)
-    fake_card.Graph.captures = fake_card.Graph.launches = 0
-    fake_card.stage_on_the_host(monkeypatch)
-    manifest = Manifest.load(artifact)
-    rows = (PROFILE.max_rows, PROFILE.max_batch * (K + 1))
-    engine = fake_card.Engine(artifact, manifest, rows, MOST_COLUMNS)
-    made = tensorrt.TensorRtSession(Toolchain("fake", fake_card, None), engine, manifest, PROFILE)
-    made._allocate(tensorrt.CheckpointFiller(manifest))
-    return made
+    return session_on(card, artifact, Manifest.load(artifact))
 
 
-def test_calls_equal_the_portable_session(artifact: Path, session: tensorrt.TensorRtSession) -> None:
+def test_calls_equal_the_portable_session(
+    artifact: Path, session: tensorrt.TensorRtSession, card: fake_card.Card
+) -> None:
     reference = OnnxRuntimeSession.load(artifact, session.manifest, PROFILE)
     prompt, decode = calls(np.random.default_rng(5))
     # The same decode call again and again: first as it is, then captured, then replayed.
@@ -57,7 +44,7 @@ def test_calls_equal_the_portable_session(artifact: Path, session: tensorrt.Tens
     for cache in session.manifest.caches:
         found_pool = session._caches[cache.name].read().view(np.float32).reshape(cache.shape(PROFILE.num_pages))
         np.testing.assert_array_equal(found_pool[:, :-1], reference.read_cache(cache.name)[:, :-1])
-    assert (fake_card.Graph.captures, fake_card.Graph.launches, session.num_graphs) == (1, 3, 1)
+    assert (card.num_captures, card.num_replays, session.num_graphs) == (1, 3, 1)
 
 
 def test_prompt_and_decode_calls_use_their_profiles(session: tensorrt.TensorRtSession) -> None:
@@ -101,7 +88,7 @@ def test_calls_beyond_the_profile_are_refused(session: tensorrt.TensorRtSession)
     wide = dataclasses.replace(prompt, block_table=np.zeros((3, MOST_COLUMNS + 1), dtype=np.int32))
     with pytest.raises(EngineError, match=r"larger than profile t6 .*3 pages a request"):
         session.run(wide)
-    assert session._engine.num_executions == 0
+    assert not session._engine.feeds
 
 
 def test_too_little_memory_is_refused_with_all_sizes(

@@ -1,0 +1,251 @@
+"""The memory of a call on its way to the card and back: what is staged where, and what need not be copied.
+
+In: the artifact's manifest and the sizes of the largest call. Out: `CallBuffers`. Small inputs travel as one block, results as
+another, through pinned memory of `MAX_IN_FLIGHT` turns, so that a call can be staged while the one before it waits for the card.
+The four inputs with a row of the vocabulary for every request (`LARGE_INPUTS`) have buffers of their own: most calls leave them
+as they are. Buffers on the card are single: the queue of the card keeps calls apart.
+
+What may go wrong: a turn staged again before its call is collected would be overwritten under the copy; the session sees to it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glm_mtp_export.artifact import Manifest, TensorSpec
+from glm_mtp_export.runtime.cuda import DeviceBuffer, Event, PinnedBuffer, Stream
+from glm_mtp_export.runtime.session import MAX_IN_FLIGHT, Int32
+from glm_mtp_export.runtime.sessions.step_kernels import CARRY_NAMES, RESULT_NAMES, STATE_NAMES
+from glm_mtp_export.runtime.sessions.step_layout import CallSizes, StepLayout, padded
+
+__all__ = ["LARGE_INPUTS", "Binding", "CallBuffers", "CallLayout", "LargeInput"]
+
+# Inputs of B * V elements, with the byte that fills one that asks for nothing: all tokens allowed, nothing counted, no bias.
+LARGE_INPUTS: Mapping[str, int] = {"token_bitmask": 0xFF, "output_counts": 0, "prompt_mask": 0, "logit_bias": 0}
+_FOLLOWS = TensorSpec("follows", "int32", ("B",), "request of the call before that this one continues; -1: none")
+_TICKET_BYTES = 4
+
+
+@dataclass(frozen=True)
+class CallLayout:
+    """Places of a call: inputs in the block, large inputs at their buffers' starts, results in their block."""
+
+    sizes: CallSizes
+    inputs: StepLayout
+    large: Mapping[str, tuple[int, ...]]  # shapes
+    outputs: StepLayout
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Where the engine finds an input of a call, or puts a result (no shape)."""
+
+    name: str
+    address: int
+    shape: tuple[int, ...] | None = None
+
+
+class LargeInput:
+    """One input of B * V elements on the card. Rows of a bucket beyond the call's ask for nothing."""
+
+    def __init__(self, spec: TensorSpec, largest: CallSizes) -> None:
+        self._dtype, self._byte = np.dtype(spec.dtype), LARGE_INPUTS[spec.name]
+        num_bytes = StepLayout.of([spec], largest).num_bytes
+        self._device, self._staging, self._copied = DeviceBuffer(num_bytes), PinnedBuffer(num_bytes), Event()
+        self._neutral_bytes = 0  # so many at the start hold the byte that asks for nothing
+        # Constants that were looked through once, by identity.
+        self._neutral: weakref.WeakValueDictionary[int, NDArray[np.generic]] = weakref.WeakValueDictionary()
+
+    @property
+    def address(self) -> int:
+        """On the card."""
+        return self._device.address
+
+    def put(self, value: NDArray[np.generic], shape: tuple[int, ...], stream: Stream) -> None:
+        """Queue that the card holds `value`, widened to `shape`."""
+        if not self._is_neutral(value):
+            self._copy(value, shape, stream)
+        elif (num_bytes := self._num_bytes(shape)) > self._neutral_bytes:
+            self._device.fill(self._byte, num_bytes, stream)
+            self._neutral_bytes = num_bytes
+
+    def put_late(self, value: NDArray[np.generic], shape: tuple[int, ...], stream: Stream) -> None:
+        """The same while a kernel waits for it on another stream: always a copy, since a kernel, which fills memory, might have
+        to be loaded first, and loading may wait for the card."""
+        is_neutral = self._is_neutral(value)
+        if is_neutral and self._num_bytes(shape) <= self._neutral_bytes:
+            return
+        self._copy(value, shape, stream)
+        if is_neutral:
+            self._neutral_bytes = self._num_bytes(shape)
+
+    def _copy(self, value: NDArray[np.generic], shape: tuple[int, ...], stream: Stream) -> None:
+        self._copied.synchronize()  # the last copy has left the staging memory
+        num_bytes = self._num_bytes(shape)
+        staged = self._staging.view[:num_bytes]
+        staged.view(self._dtype).reshape(shape)[: len(value)] = value
+        staged[value.nbytes :] = self._byte
+        self._device.upload(self._staging, num_bytes, stream)
+        self._copied.record(stream)
+        self._neutral_bytes = 0
+
+    def _num_bytes(self, shape: tuple[int, ...]) -> int:
+        return int(np.prod(shape)) * self._dtype.itemsize
+
+    def _is_neutral(self, value: NDArray[np.generic]) -> bool:
+        """Only of arrays that nobody can change; one that stays around is looked through once."""
+        if value.flags.writeable:
+            return False
+        fill = np.frombuffer(bytes([self._byte]) * self._dtype.itemsize, self._dtype)
+        if not any(value.strides):
+            return bool(value.flat[0] == fill[0])
+        if value.base is not None:  # what it is a view of may change
+            return False
+        if self._neutral.get(id(value)) is not value:
+            if (value != fill).any():
+                return False
+            self._neutral[id(value)] = value
+        return True
+
+    def close(self) -> None:
+        """Free all."""
+        self._device.close()
+        self._staging.close()
+        self._copied.close()
+
+
+class _Turn:
+    """Pinned memory of one call in flight, and the event behind its results."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        self.inputs, self.outputs, self.done = PinnedBuffer(num_inputs), PinnedBuffer(num_outputs), Event()
+
+    def close(self) -> None:
+        self.inputs.close()
+        self.outputs.close()
+        self.done.close()
+
+
+class CallBuffers:
+    """Owns them all. A call is laid out, staged in a turn, uploaded, run by the session, downloaded, and read."""
+
+    def __init__(self, manifest: Manifest, largest: CallSizes) -> None:
+        caches = {name for cache in manifest.caches for name in (cache.name, f"{cache.name}_out")}
+        inputs = [spec for spec in manifest.inputs if spec.name not in caches and spec.name != "mask_ready"]
+        self._inputs = [_FOLLOWS, *(spec for spec in inputs if spec.name not in LARGE_INPUTS)]
+        self._large_specs = [spec for spec in inputs if spec.name in LARGE_INPUTS]
+        self._outputs = [spec for spec in manifest.outputs if spec.name not in caches]
+        self.large = {spec.name: LargeInput(spec, largest) for spec in self._large_specs}
+        num_inputs = StepLayout.of(self._inputs, largest).num_bytes
+        num_outputs = StepLayout.of(self._outputs, largest).num_bytes
+        self._turns = [_Turn(num_inputs, num_outputs) for _ in range(MAX_IN_FLIGHT)]
+        self._block, self._results = DeviceBuffer(num_inputs), DeviceBuffer(num_outputs)
+        by_name = {spec.name: spec for spec in inputs}
+        self._carry = StepLayout.of(
+            [by_name.get(name, TensorSpec(name, "int32", ("B",))) for name in CARRY_NAMES], largest
+        )
+        self._carried = DeviceBuffer(self._carry.num_bytes)
+        has_ticket = any(spec.name == "mask_ready" for spec in manifest.inputs)
+        self._mask_ready = DeviceBuffer(_TICKET_BYTES) if has_ticket else None
+        self._layout_of = lru_cache(maxsize=64)(self._layout)
+
+    def layout(self, sizes: CallSizes) -> CallLayout:
+        """Places of a call; equal sizes have equal places."""
+        return self._layout_of(sizes)
+
+    def _layout(self, sizes: CallSizes) -> CallLayout:
+        large = {n: p.shape for n, p in StepLayout.of(self._large_specs, sizes).places.items()}
+        return CallLayout(sizes, StepLayout.of(self._inputs, sizes), large, StepLayout.of(self._outputs, sizes))
+
+    # ---- addresses
+
+    def bindings(self, layout: CallLayout) -> Iterator[Binding]:
+        """Every input and result that the engine is given for a call."""
+        for name, place in layout.inputs.places.items():
+            if name != _FOLLOWS.name:
+                yield Binding(name, self._block.address + place.offset, place.shape)
+        for name, shape in layout.large.items():
+            yield Binding(name, self.large[name].address, shape)
+        if self._mask_ready is not None:
+            yield Binding("mask_ready", self._mask_ready.address, (1,))
+        for name, place in layout.outputs.places.items():
+            yield Binding(name, self._results.address + place.offset)
+
+    def state(self, layout: CallLayout) -> dict[str, int]:
+        """Of the inputs that a call before has a say in."""
+        return {name: self._block.address + layout.inputs.places[name].offset for name in STATE_NAMES}
+
+    def follows(self, layout: CallLayout) -> int:
+        """Which call before that is, for each request."""
+        return self._block.address + layout.inputs.places[_FOLLOWS.name].offset
+
+    def results(self, layout: CallLayout) -> dict[str, int]:
+        """Of what a call hands on; without drafts there is no `next_draft_tokens`."""
+        places = layout.outputs.places
+        return {name: self._results.address + places[name].offset for name in RESULT_NAMES if name in places}
+
+    @property
+    def carry(self) -> dict[str, int]:
+        """Of what lies there for the next call; the same for every call."""
+        return {name: self._carried.address + place.offset for name, place in self._carry.places.items()}
+
+    @property
+    def mask_ready(self) -> int | None:
+        """The last mask ticket that is there; None: this graph cannot wait for one."""
+        return None if self._mask_ready is None else self._mask_ready.address
+
+    # ---- copies
+
+    def send(
+        self,
+        turn: int,
+        layout: CallLayout,
+        feeds: Mapping[str, NDArray[np.generic]],
+        follows: Int32 | None,
+        mask_turn: int,
+        stream: Stream,
+    ) -> None:
+        """Queue the copies of a call's inputs. A large one that is not in `feeds` comes later."""
+        num_requests = len(feeds["num_drafts"])
+        none = np.full(num_requests, -1, dtype=np.int32)
+        own = {_FOLLOWS.name: none if follows is None else follows, "mask_turn": _as_int32(mask_turn)}
+        staging = self._turns[turn].inputs
+        for name, place in layout.inputs.places.items():
+            value = own[name] if name in own else feeds[name]
+            layout.inputs.view(name, staging.view)[...] = padded(name, value, place.shape)
+        for name, shape in layout.large.items():
+            if name in feeds:
+                self.large[name].put(feeds[name], shape, stream)
+        self._block.upload(staging, layout.inputs.num_bytes, stream)
+
+    def fetch(self, turn: int, layout: CallLayout, stream: Stream) -> None:
+        """Queue the copy of the results, and what `read` waits for."""
+        self._results.download(self._turns[turn].outputs, layout.outputs.num_bytes, stream)
+        self._turns[turn].done.record(stream)
+
+    def read(self, turn: int, layout: CallLayout, num_requests: int) -> dict[str, NDArray[np.generic]]:
+        """Wait for the results of a turn and copy them out, those of a bucket's added requests left out."""
+        self._turns[turn].done.synchronize()
+        block = self._turns[turn].outputs.view
+        return {name: layout.outputs.view(name, block)[:num_requests].copy() for name in layout.outputs.places}
+
+    def close(self) -> None:
+        """Free all."""
+        for large in self.large.values():
+            large.close()
+        for turn in self._turns:
+            turn.close()
+        for buffer in (self._block, self._results, self._carried, self._mask_ready):
+            if buffer is not None:
+                buffer.close()
+
+
+def _as_int32(ticket: int) -> Int32:
+    """[1]; tickets count modulo 2^32."""
+    return np.array([ticket & 0xFFFFFFFF], dtype=np.uint32).view(np.int32)
