@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """One command for a machine with a Hopper card: plugins, kernel tests, the embedded model's engines, the slice benchmark.
 
-    python scripts/gpu_check.py --out DIR [--rtx DIR] [--stages plugins,kernels,nano,slice]
+    python scripts/gpu_check.py --out DIR [--rtx DIR] [--stages plugins,kernels,nano,ahead,slice]
 
-In: a checkout, nvcc, torch with CUDA, pytest; for `nano` and `slice` the folder that
+In: a checkout, nvcc, torch with CUDA, pytest; for `nano`, `ahead` and `slice` the folder that
 scripts/rtx_runtime.py made (default build/rtx); for `slice` about 60 GB of the card.
 Out: DIR/report.json and DIR/report.txt, a table; the logs of the stages beside them. Exit code 1 when a stage failed.
 
@@ -11,6 +11,7 @@ Bounds: bfloat16 must give the oracle's ids but where its two likeliest tokens a
 8 bits, so nearly equal logits may swap); in FP8 and NVFP4 the first difference must lie where they are closer than
 CLOSE_NATS_QUANTISED, and accuracy must stay within one point of the oracle's. Cache rows must agree to CACHE_BOUNDS of the
 layer's largest value. Over LONG_TOKENS tokens, calls must commit LEAST_ACCEPTANCE of the oracle's tokens, at both ends.
+Calls launched ahead must give, bit by bit, what they give one after the other.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 DTYPES = ("bfloat16", "float8_e4m3fn", "float4_e2m1fnx2")
-STAGES = ("plugins", "kernels", "nano", "slice")
+STAGES = ("plugins", "kernels", "nano", "ahead", "slice")
 SLICE_FORMATS = ("fp8", "nvfp4")
 CLOSE_NATS, CLOSE_NATS_QUANTISED = 0.1, 1.5
 CACHE_BOUNDS = {"bfloat16": 0.05, "float8_e4m3fn": 0.25, "float4_e2m1fnx2": 0.5}
@@ -118,6 +119,17 @@ def nano(out: Path, work: Path, rtx: Path, dtypes: tuple[str, ...]) -> dict[str,
         problems = judged(found)
         results[dtype] = {"passed": not problems, "problems": problems, "seconds": round(seconds, 1), **found}
     return results
+
+
+def ahead(out: Path, work: Path, rtx: Path) -> dict[str, Any]:
+    """Calls launched before the results of the one before are read."""
+    command = [sys.executable, "scripts/gpu_stages/ahead.py", "engine", str(work)]
+    code, text, seconds = run("ahead", command, out, environment(rtx), 300)
+    result = {"passed": code == 0, "seconds": round(seconds, 1), "summary": text.strip().splitlines()[-12:]}
+    if code == 0:
+        found = json.loads(text.strip().splitlines()[-1])
+        result |= {"result": found, "summary": [f"{found['tokens']} tokens equal", *map(str, found["rows"])]}
+    return result
 
 
 def slices(out: Path, work: Path, rtx: Path) -> dict[str, Any]:
@@ -212,6 +224,8 @@ def main() -> None:
             report["stages"]["kernels"] = kernels(args.out)
         if "nano" in stages:
             report["stages"]["nano"] = nano(args.out, work, args.rtx.resolve(), tuple(args.dtypes.split(",")))
+        if "ahead" in stages:
+            report["stages"]["ahead"] = ahead(args.out, work, args.rtx.resolve())
         if "slice" in stages:
             report["stages"]["slice"] = slices(args.out, work, args.rtx.resolve())
     finally:

@@ -1,0 +1,170 @@
+"""The embedded model on the card with calls launched ahead, against the same calls one after the other.
+
+    ahead.py build WORK      export with everything compiled in and build an engine; needs no card
+    ahead.py engine WORK     build if need be, run on the card, compare; prints a JSON line at the end
+
+Compared, exactly: every result of chains of calls in which requests come and go, go on from unread results, and get their grammar
+masks late. Timed: a decode call run and waited for, launched ahead, and launched ahead with a mask that comes late.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "runtime" / "sessions")]
+
+from decode_chain import EVERYTHING, DecodeChain  # noqa: E402
+
+from glm_mtp_export.artifact import MANIFEST_NAME, Manifest  # noqa: E402
+from glm_mtp_export.demo import nano_checkpoint  # noqa: E402
+from glm_mtp_export.engine.profile import load_profile  # noqa: E402
+from glm_mtp_export.engine_manifest import ENGINE_MANIFEST_NAME, EngineManifest, engine_directory  # noqa: E402
+from glm_mtp_export.export import ExportOptions, export_checkpoint  # noqa: E402
+from glm_mtp_export.runtime.ahead import HostAheadSession  # noqa: E402
+from glm_mtp_export.runtime.masks import constant  # noqa: E402
+from glm_mtp_export.runtime.session import StepInputs, StepOutputs  # noqa: E402
+from glm_mtp_export.runtime.sessions.tensorrt import TensorRtSession  # noqa: E402
+
+ARTIFACT = "ahead"
+NUM_CHAINS = 40
+BATCHES, CONTEXT, NUM_CALLS = (1, 4, 16), 512, 100
+
+
+def build(work: Path) -> EngineManifest:
+    """Export and build the engine, unless it is there."""
+    from glm_mtp_export.engine import tensorrt
+
+    artifact, profile = work / ARTIFACT, load_profile("nano-h200")
+    folder = engine_directory(artifact, profile.backend)
+    if (folder / ENGINE_MANIFEST_NAME).is_file():
+        return EngineManifest.load(folder)
+    options = ExportOptions(dialect="device", dtype="bfloat16", speculation=EVERYTHING, overwrite=True)
+    export_checkpoint(nano_checkpoint(), artifact, options)
+    return tensorrt.build(artifact, profile).manifest
+
+
+def difference(found: StepOutputs, expected: StepOutputs) -> str:
+    """The first result that is not equal bit by bit; "" if all are."""
+    for name in StepOutputs.__dataclass_fields__:
+        one, other = getattr(found, name), getattr(expected, name)
+        if other is not None and not np.array_equal(one, other, equal_nan=one.dtype == np.float32):
+            return f"{name} is {one.tolist()}, one after the other {other.tolist()}"
+    return ""
+
+
+def chains(session: TensorRtSession, manifest: Manifest) -> dict[str, Any]:
+    """Chains on one session, ahead and in order. Markers are ids that the model says: its own, else phases hardly change."""
+    vocabulary, markers = manifest.config.vocab_size, manifest.thinking_token_ids
+    ids = (markers["think"], markers["think_end"])
+    problems, num_tokens, num_accepted = [], 0, 0
+    for seed in range(NUM_CHAINS):
+        expected = DecodeChain(HostAheadSession(session), seed, ids, vocabulary).run()
+        found = DecodeChain(session, seed, ids, vocabulary).run()
+        for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+            if words := difference(one, other):
+                problems.append(f"chain {seed}, call {place}: {words}")
+                break
+        num_tokens += sum(int(o.num_accepted.sum()) + len(o.num_accepted) for o in expected)
+        num_accepted += sum(int(o.num_accepted.sum()) for o in expected)
+    return {"chains": NUM_CHAINS, "tokens": num_tokens, "accepted": num_accepted, "problems": problems}
+
+
+def decode_inputs(manifest: Manifest, batch: int, num_pages: int) -> StepInputs:
+    """A decode call with every draft, nothing asked for."""
+    speculation, vocabulary = manifest.speculation, manifest.config.vocab_size
+    slots, columns = speculation.num_slots, -(-(CONTEXT + 4 * speculation.num_slots) // 64)
+    generator = np.random.default_rng(batch)
+    pages = generator.permutation(num_pages)[: batch * columns].reshape(batch, columns)
+    one, zeros = np.ones(batch, np.float32), np.zeros(batch, np.int32)
+    return StepInputs(
+        token_ids=generator.integers(0, 256, batch * slots).astype(np.int32),
+        row_offsets=np.arange(batch + 1, dtype=np.int32) * slots, num_drafts=zeros + speculation.num_speculative_tokens,
+        draft_tokens=generator.integers(0, 256, (batch, slots - 1)).astype(np.int32), cache_lengths=zeros + CONTEXT,
+        block_table=pages.astype(np.int32), next_prompt_token=zeros - 1, temperature=0 * one, top_k=zeros, top_p=one,
+        min_p=0 * one, seed=zeros.astype(np.int64), sample_offset=zeros, in_thinking_phase=zeros.astype(np.bool_),
+        relaxed_delta=np.zeros(1, np.float32), token_bitmask=constant((batch, slots, -(-vocabulary // 32)), -1),
+        presence_penalty=0 * one, frequency_penalty=0 * one, repetition_penalty=one,
+        output_counts=constant((batch, vocabulary), 0), prompt_mask=constant((batch, vocabulary), 0),
+        logit_bias=constant((batch, vocabulary), 0, np.float32),
+    )  # fmt: skip
+
+
+def run_ms(session: TensorRtSession, inputs: StepInputs) -> float:
+    """Milliseconds of a call that is waited for."""
+    begin = time.perf_counter()
+    session.run(inputs)
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def ahead_ms(session: TensorRtSession, inputs: StepInputs, is_late: bool) -> list[float]:
+    """Milliseconds between the results of calls of which each goes on from the one before."""
+    follows = np.arange(inputs.num_requests, dtype=np.int32)
+    mask = np.array(inputs.token_bitmask)
+    given = dataclasses.replace(inputs, token_bitmask=None) if is_late else inputs
+    session.launch(inputs)
+    times, last = [], time.perf_counter()
+    for _ in range(NUM_CALLS):
+        session.launch(given, follows)
+        session.collect()
+        if is_late:
+            session.supply_bitmask(mask)
+        now = time.perf_counter()
+        times.append(1e3 * (now - last))
+        last = now
+    session.collect()
+    return times
+
+
+def times(session: TensorRtSession, manifest: Manifest) -> list[dict[str, Any]]:
+    """Medians by batch."""
+    rows = []
+    for batch in BATCHES:
+        inputs = decode_inputs(manifest, batch, session.num_pages)
+        alone = [run_ms(session, inputs) for _ in range(NUM_CALLS)]
+        found = {"run": alone, "ahead": ahead_ms(session, inputs, False), "late_mask": ahead_ms(session, inputs, True)}
+        medians = {f"{name}_ms": round(statistics.median(values[5:]), 4) for name, values in found.items()}
+        rows.append({"batch": batch, "context": CONTEXT, **medians})
+    return rows
+
+
+def engine(work: Path) -> dict[str, Any]:
+    """Everything."""
+    built = build(work)
+    artifact, profile = work / ARTIFACT, built.profile
+    # An artifact that was built elsewhere names the checkpoint's folder of that machine.
+    manifest = dataclasses.replace(Manifest.load(artifact), checkpoint=str(nano_checkpoint()))
+    (artifact / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+    session = TensorRtSession.load(artifact, manifest, profile)
+    try:
+        found = {**chains(session, manifest), "rows": times(session, manifest)}
+        # The card must let go of a call whose mask never comes.
+        session.launch(dataclasses.replace(decode_inputs(manifest, 4, session.num_pages), token_bitmask=None))
+    finally:
+        begin = time.perf_counter()
+        session.close()
+    return {**found, "close_seconds": round(time.perf_counter() - begin, 3), "toolchain": dict(built.toolchain)}
+
+
+def main() -> None:
+    """Run one of the programs of the module docstring."""
+    command, work = sys.argv[1], Path(sys.argv[2])
+    work.mkdir(parents=True, exist_ok=True)
+    if command == "build":
+        print(build(work).to_json())
+        return
+    found = engine(work)
+    print(json.dumps(found))
+    sys.exit(1 if found["problems"] else 0)
+
+
+if __name__ == "__main__":
+    main()
