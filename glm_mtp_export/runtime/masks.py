@@ -32,10 +32,8 @@ def token_words(token_ids: Iterable[int], num_words: int) -> Int32:
 
 @lru_cache(maxsize=256)
 def constant(shape: tuple[int, ...], value: int, dtype: type[Any] = np.int32) -> NDArray[Any]:
-    """A read-only array, the same object for the same arguments, so that sessions need not copy it again."""
-    array = np.full(shape, value, dtype=dtype)
-    array.setflags(write=False)
-    return array
+    """A read-only array that takes the memory of one value, the same object for the same arguments."""
+    return np.broadcast_to(np.asarray(value, dtype=dtype), shape)
 
 
 def is_restricted(row: ScheduledRow) -> bool:

@@ -1,14 +1,13 @@
 """The inputs of a call as one message for the other ranks of a tensor-parallel group.
 
-In: `StepInputs`, which requests of the call before they continue, or a mask that comes later. Out: bytes, and from them the same. A
-constant array (penalties that no request uses, masks that allow everything) travels as its one value. A message that does not fit
-together raises `EngineError`.
+In: `StepInputs`, which requests of the call before they continue, or a mask that comes later. Out: bytes, and from them
+the same. An array that repeats one value without taking memory for it (penalties that no request uses, masks that allow
+everything) travels as that value. A message that does not fit together raises `EngineError`.
 """
 
 from __future__ import annotations
 
 import struct
-import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Any
@@ -72,31 +71,12 @@ def _joined(values: Iterable[tuple[str, Any]]) -> bytes:
     for name, value in values:
         if value is None:
             continue
-        repeats = _is_constant(value)
+        repeats = value.size > 1 and not any(value.strides)  # as `masks.constant` makes them
         extents = (*value.shape, *[0] * (_MOST_AXES - value.ndim))
         parts.append(_HEADER.pack(_NAMES.index(name), _TYPES.index(value.dtype), repeats, value.ndim, *extents))
         data = value.reshape(-1)[:1].tobytes() if repeats else value.tobytes()
         parts += [data, bytes(-(_HEADER.size + len(data)) % _ALIGNMENT)]
     return b"".join(parts)
-
-
-# Read-only arrays that were looked through once, by identity: looking takes as long as sending over loopback.
-_constants: weakref.WeakValueDictionary[int, NDArray[np.generic]] = weakref.WeakValueDictionary()
-
-
-def _is_constant(value: NDArray[np.generic]) -> bool:
-    """One value throughout, and nobody can change that. Arrays that may change are not looked through."""
-    if value.size < 2 or value.flags.writeable:
-        return False
-    if not any(value.strides):
-        return True
-    if value.base is not None:  # what it is a view of may change
-        return False
-    if _constants.get(id(value)) is not value:
-        if (value != value.flat[0]).any():
-            return False
-        _constants[id(value)] = value
-    return True
 
 
 def _arrays(message: bytes) -> Iterator[tuple[str, NDArray[np.generic]]]:

@@ -284,12 +284,11 @@ def test_each_rank_sees_its_own_card() -> None:
 
 
 def step() -> StepInputs:
-    """Odd sizes, so that alignment matters; an array that takes no memory among them."""
+    """Odd sizes, so that alignment matters; arrays that take no memory among them."""
     one, two = np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int32)
     flags, reals = np.array([True, False, True]), np.array([0.5, 1.0, 2.0], dtype=np.float32)
     counts = np.broadcast_to(np.int32(7), (3, 1000))
-    mask = np.full((3, 2, 500), -1, np.int32)
-    mask.setflags(write=False)
+    mask = np.broadcast_to(np.int32(-1), (3, 2, 500))
     return StepInputs(
         token_ids=one, row_offsets=np.array([0, 1, 3, 5], np.int32), num_drafts=two, draft_tokens=np.ones((3, 1), np.int32),
         cache_lengths=two, block_table=np.arange(6, dtype=np.int32).reshape(3, 2), next_prompt_token=-two,
@@ -300,9 +299,7 @@ def step() -> StepInputs:
 
 def test_a_step_travels_unchanged() -> None:
     message = packed(step())
-    assert (
-        len(message) < 1000
-    )  # 3000 equal counts took eight bytes, and so did 3000 words of a mask that nobody can change
+    assert len(message) < 1000, "3000 equal counts take eight bytes, and so do 3000 words of a mask"
     found, follows = unpacked(message)
     assert follows is None
     for field in fields(StepInputs):

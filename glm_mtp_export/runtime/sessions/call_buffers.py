@@ -10,7 +10,6 @@ What may go wrong: a turn staged again before its call is collected would be ove
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -60,7 +59,6 @@ class LargeInput:
         self._device, self._staging, self._copied = DeviceBuffer(num_bytes), PinnedBuffer(num_bytes), Event()
         self._neutral_bytes = 0  # so many at the start hold the byte that asks for nothing
         # Constants that were looked through once, by identity.
-        self._neutral: weakref.WeakValueDictionary[int, NDArray[np.generic]] = weakref.WeakValueDictionary()
 
     @property
     def address(self) -> int:
@@ -99,19 +97,9 @@ class LargeInput:
         return int(np.prod(shape)) * self._dtype.itemsize
 
     def _is_neutral(self, value: NDArray[np.generic]) -> bool:
-        """Only of arrays that nobody can change; one that stays around is looked through once."""
-        if value.flags.writeable:
-            return False
+        """Only of a value that is repeated without memory, as `masks.constant` does: other arrays are not looked through."""
         fill = np.frombuffer(bytes([self._byte]) * self._dtype.itemsize, self._dtype)
-        if not any(value.strides):
-            return bool(value.flat[0] == fill[0])
-        if value.base is not None:  # what it is a view of may change
-            return False
-        if self._neutral.get(id(value)) is not value:
-            if (value != fill).any():
-                return False
-            self._neutral[id(value)] = value
-        return True
+        return not any(value.strides) and bool(value.flat[0] == fill[0])
 
     def close(self) -> None:
         """Free all."""

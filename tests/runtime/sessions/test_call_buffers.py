@@ -94,16 +94,6 @@ def test_constants_are_told_from_arrays_that_may_change(mask: Watched) -> None:
     assert mask.put(other, 2)[0] == [2 * row]
 
 
-def test_constants_are_not_kept_alive(card: fake_card.Card) -> None:
-    counts = Watched(card, COUNTS)
-    value = np.zeros((2, WORDS), np.int32)
-    value.setflags(write=False)
-    counts.put(value, 2)
-    assert len(counts.large._neutral) == 1
-    del value
-    assert len(counts.large._neutral) == 0
-
-
 @pytest.mark.parametrize("name", LARGE_INPUTS)
 def test_the_byte_that_asks_for_nothing_is_what_a_bucket_is_padded_with(name: str) -> None:
     dtype = np.float32 if name == "logit_bias" else np.int32
