@@ -26,25 +26,18 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from glm_mtp_export.artifact import DEVICE, STEP_NAME, CacheSpec, Manifest, WeightEntry
-from glm_mtp_export.cuda_device import cuda_device
-from glm_mtp_export.engine_manifest import (
-    PLAN_NAME,
-    EngineManifest,
-    EngineProfile,
-    Machine,
-    engine_directory,
-)
-from glm_mtp_export.errors import ArtifactError, EngineError
-from glm_mtp_export.plugin_library import LIBRARY_NAME, describe_plugins
+from glm_mtp_export.artifact import CacheSpec, Manifest, WeightEntry
+from glm_mtp_export.engine_manifest import EngineProfile
+from glm_mtp_export.errors import EngineError
 from glm_mtp_export.runtime.cuda import DeviceBuffer, Graph, Stream, free_bytes, use_device
 from glm_mtp_export.runtime.session import MAX_IN_FLIGHT, Int32, StepInputs, StepOutputs
 from glm_mtp_export.runtime.sessions.call_buffers import CallBuffers, CallLayout
 from glm_mtp_export.runtime.sessions.checkpoint_filler import CheckpointFiller
+from glm_mtp_export.runtime.sessions.engine_file import open_engine
 from glm_mtp_export.runtime.sessions.step_kernels import StepKernels
 from glm_mtp_export.runtime.sessions.step_layout import CallSizes, bucket
 from glm_mtp_export.runtime.thinking import ThinkingIds
-from glm_mtp_export.tensorrt_toolchain import Toolchain, load_toolchain
+from glm_mtp_export.tensorrt_toolchain import Toolchain
 
 __all__ = ["TensorRtSession", "WeightFiller"]
 
@@ -97,21 +90,7 @@ class TensorRtSession:
 
         `fill` writes one weight into its buffer; without it they are read from the checkpoint that the manifest names.
         """
-        if manifest.dialect != DEVICE:
-            raise ArtifactError(
-                f"{directory}: the dialect is {manifest.dialect!r}, a tensorrt backend runs {DEVICE!r} only. "
-                f"Export again with --dialect {DEVICE}, or use --backend onnxruntime."
-            )
-        folder = engine_directory(directory, profile.backend)
-        built = EngineManifest.load(folder)
-        toolchain = load_toolchain(profile.backend)
-        library = folder / LIBRARY_NAME
-        built.check(folder, _machine(toolchain, library), manifest.files[STEP_NAME].sha256)
-        _check_profile(built.profile, profile, folder)
-        use_device()
-        toolchain.load_plugins(library)
-        engine = _deserialised(toolchain, folder)
-        _check_aliases(engine, manifest, folder)
+        toolchain, engine, library = open_engine(directory, manifest, profile)
         kernels = StepKernels(library, manifest.speculation.draft_width, ThinkingIds.of(manifest.thinking_token_ids))
         session = cls(toolchain, engine, manifest, profile, kernels)
         try:
@@ -210,6 +189,7 @@ class TensorRtSession:
                 self._queue(_PREFILL, call.layout)()
             self._buffers.fetch(call.turn, call.layout, self._stream)
         except BaseException:
+            self._num_carried = 0  # no later call can go on from this one
             self._let_go(call)
             with contextlib.suppress(EngineError):  # the first error says more
                 self._stream.synchronize()  # the next call takes this turn's memory
@@ -351,52 +331,3 @@ def _pool_bytes(cache: CacheSpec, num_pages: int) -> int:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
-
-
-def _machine(toolchain: Toolchain, library: Path) -> Machine:
-    """What is here. A library that is missing is left to the manifest's file list."""
-    card = cuda_device()
-    if card is None:
-        raise EngineError("no CUDA card on this machine. Use --backend onnxruntime here.")
-    plugins = describe_plugins(library) if library.is_file() else None
-    return Machine(
-        toolchain={toolchain.name: toolchain.version, "cuda": plugins.cuda if plugins else "none"},
-        compute_capability=card.compute_capability,
-        driver_cuda=card.driver_cuda,
-        plugin_sha256=plugins.sha256 if plugins else "",
-    )
-
-
-def _check_profile(built: EngineProfile, wanted: EngineProfile, folder: Path) -> None:
-    """A profile other than the built one may only ask for less."""
-    limits = ("num_pages", "max_batch", "max_rows", "max_context")
-    larger = [
-        f"{n} {getattr(wanted, n)}, built for {getattr(built, n)}"
-        for n in limits
-        if getattr(wanted, n) > getattr(built, n)
-    ]
-    if larger:
-        raise EngineError(f"{folder}: profile {wanted.name} asks for {'; '.join(larger)}. Build the engine with it.")
-
-
-def _deserialised(toolchain: Toolchain, folder: Path) -> Any:
-    first_line = len(toolchain.lines)
-    runtime = toolchain.module.Runtime(toolchain.logger)
-    engine = runtime.deserialize_cuda_engine((folder / PLAN_NAME).read_bytes())
-    if engine is None:
-        words = toolchain.errors(first_line)
-        raise EngineError(
-            f"{folder / PLAN_NAME}: {toolchain.name} {toolchain.version} refuses this engine:\n{words}\n"
-            "Build it again on this machine with 'glm-mtp build-engine'."
-        )
-    return engine
-
-
-def _check_aliases(engine: Any, manifest: Manifest, folder: Path) -> None:
-    """Every cache output must be its input: else the engine copies the pool, or writes into a buffer nobody reads."""
-    # Measured with TensorRT-RTX 1.6.1: for a cache with several writers in a row the engine names no input. The builder has
-    # refused copies by then, and both names are bound to one address.
-    told = {c.name: engine.get_aliased_input_tensor(f"{c.name}_out") for c in manifest.caches}
-    wrong = [name for name, found in told.items() if found not in (name, None)]
-    if wrong:
-        raise EngineError(f"{folder}: {', '.join(wrong)} would not be updated in place. Export and build again.")

@@ -135,6 +135,8 @@ def test_a_call_that_cannot_be_queued_leaves_the_session_usable(
         broken.setattr(session._kernels, "carry", lambda *_: (_ for _ in ()).throw(RuntimeError("no launch")))
         with pytest.raises(RuntimeError, match="no launch"):
             session.launch(dataclasses.replace(known, token_bitmask=None))
+    with pytest.raises(ValueError, match="the call launched last had 0 requests"):
+        session.launch(known, np.zeros(3, np.int32))
     assert_same(session.run(known), expected, "after")
 
 

@@ -20,6 +20,7 @@ from glm_mtp_export.checkpoint.weights import materialise
 from glm_mtp_export.errors import ArtifactError, EngineError
 from glm_mtp_export.runtime.session import StepOutputs
 from glm_mtp_export.runtime.sessions import tensorrt
+from glm_mtp_export.runtime.sessions.engine_file import check_aliases, check_profile
 from glm_mtp_export.runtime.sessions.onnxruntime import OnnxRuntimeSession
 
 
@@ -106,9 +107,9 @@ def test_a_portable_artifact_is_refused(artifact: Path) -> None:
 
 
 def test_a_profile_may_ask_for_less_than_was_built_but_not_for_more(tmp_path: Path) -> None:
-    tensorrt._check_profile(PROFILE, dataclasses.replace(PROFILE, max_batch=1), tmp_path)
+    check_profile(PROFILE, dataclasses.replace(PROFILE, max_batch=1), tmp_path)
     with pytest.raises(EngineError, match="max_batch 9, built for 8"):
-        tensorrt._check_profile(PROFILE, dataclasses.replace(PROFILE, max_batch=9), tmp_path)
+        check_profile(PROFILE, dataclasses.replace(PROFILE, max_batch=9), tmp_path)
 
 
 def test_a_cache_that_is_not_updated_in_place_is_named(artifact: Path) -> None:
@@ -122,6 +123,6 @@ def test_a_cache_that_is_not_updated_in_place_is_named(artifact: Path) -> None:
         def get_aliased_input_tensor(self, name: str) -> str | None:
             return self.answer if name == f"{lost}_out" else name.removesuffix("_out")
 
-    tensorrt._check_aliases(Told(None), manifest, artifact)  # an engine names no input behind several writers
+    check_aliases(Told(None), manifest, artifact)  # an engine names no input behind several writers
     with pytest.raises(EngineError, match=f": {lost} would not be updated in place"):
-        tensorrt._check_aliases(Told("token_ids"), manifest, artifact)
+        check_aliases(Told("token_ids"), manifest, artifact)
