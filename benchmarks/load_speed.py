@@ -44,7 +44,7 @@ from glm_mtp_export.cuda_device import cuda_device
 from glm_mtp_export.runtime import cuda
 from glm_mtp_export.runtime.sessions.weight_loader import NUM_THREADS, STAGING_BYTES, CardStaging, load_weights
 
-BLOCK_BYTES = 16 << 20  # of a direct read, as of the loader's
+BLOCK_BYTES = 8 << 20  # of a direct read, as of the loader's
 RANDOM_BYTES = 1 << 26
 
 
@@ -333,7 +333,7 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         load = Load(checkpoint, plan, {e.name: HostBuffer() for e in plan}, HostStaging)
     result["rounds"] = [one_round(load) for _ in range(options.rounds)]
     if options.sweep:
-        sizes = [(threads, mib) for threads in (4, 8, 16) for mib in (4, 16)]
+        sizes = [(threads, mib) for threads in (4, 8, 16) for mib in (4, 8, 16)]
         result["warm_by_threads_and_mib"] = [
             {"threads": threads, "mib": mib, **load.timed(threads, mib << 20)} for threads, mib in sizes
         ]

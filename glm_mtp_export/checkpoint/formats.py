@@ -96,8 +96,15 @@ class StoredWeight:
             scales = e4m3_to_f32(self.group_scales(start, stop))[:, :, None]
             # e2m1 * e4m3 is exact in float32, so only the last product rounds.
             return (values * scales * self.global_scale()).reshape(stop - start, -1)
-        codes = self._raw(start, stop)
-        return e4m3_to_f32(codes) * self._multipliers(start, stop)
+        values = e4m3_to_f32(self._raw(start, stop))
+        multipliers = self._multipliers(start, stop)
+        width = self.block[1] if multipliers.shape[1] > 1 else self.num_columns
+        if self.num_columns % width:
+            multipliers = np.repeat(multipliers, width, axis=1)[:, : self.num_columns]
+            width = 1
+        blocks = values.reshape(len(values), -1, width)
+        blocks *= multipliers[:, :, None]
+        return values
 
     def bf16(self, start: int, stop: int) -> U16:
         """Rows as bfloat16 bits; stored bfloat16 passes through untouched."""
@@ -176,7 +183,7 @@ class StoredWeight:
         return _plain_floats(self.store.rows(self.scale, start, stop), self.scale.dtype)
 
     def _multipliers(self, start: int, stop: int) -> F32:
-        """FP8 multipliers that broadcast against rows [start, stop)."""
+        """FP8 multipliers of rows [start, stop): one a block of columns, or one a row; one row may stand for all."""
         assert self.scale is not None
         if self.format == FP8_TENSOR:
             return np.full((1, 1), self._scalar(self.scale), np.float32)
@@ -184,10 +191,9 @@ class StoredWeight:
             if len(self.scale.shape) == 1:
                 return self._scale_floats(0, 1).reshape(-1, 1)[self.first_row + start : self.first_row + stop]
             return self._scale_floats(self.first_row + start, self.first_row + stop)
-        high, wide = self.block
-        rows = (self.matrix_row + np.arange(start, stop)) // high
+        rows = (self.matrix_row + np.arange(start, stop)) // self.block[0]
         scales = self._scale_floats(self.scale_row + int(rows[0]), self.scale_row + int(rows[-1]) + 1)
-        return np.repeat(scales[rows - rows[0]], wide, axis=1)[:, : self.num_columns]
+        return scales[rows - rows[0]]
 
 
 def _plain_floats(raw: npt.NDArray[Any], dtype: str) -> F32:

@@ -86,7 +86,7 @@ def f32_to_bf16(values: F32) -> U16:
 
 def e4m3_to_f32(codes: U8) -> F32:
     """Exact; 0x7F and 0xFF are NaN, there is no infinity."""
-    return _E4M3[codes]
+    return _E4M3.take(codes)  # a third of the time of indexing
 
 
 def e8m0_to_f32(codes: U8) -> F32:

@@ -37,7 +37,7 @@ def test_without_a_card_disk_and_loader_are_measured(small: Path) -> None:
     json.dumps(result)
     assert result["card"] == "none" and "bus_gb_per_s" not in result
     (row,) = result["rounds"]
-    assert row["direct_gb_per_s"] > 0 and {"cold", "warm"} < set(row) and len(result["warm_by_threads_and_mib"]) == 6
+    assert row["direct_gb_per_s"] > 0 and {"cold", "warm"} < set(row) and len(result["warm_by_threads_and_mib"]) == 9
     shown = load_speed.table(result)
     assert "loader, cold cache (1)" in shown and "warm, 8 x 2 x 16 MiB" in shown and "pinned" not in shown
 

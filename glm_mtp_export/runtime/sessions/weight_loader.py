@@ -30,7 +30,7 @@ from glm_mtp_export.runtime.cuda import DeviceBuffer, PinnedBuffer, Stream, use_
 __all__ = ["NUM_THREADS", "STAGING_BYTES", "CardStaging", "Staging", "load_weights"]
 
 NUM_THREADS = 8
-STAGING_BYTES = 16 << 20
+STAGING_BYTES = 8 << 20
 
 
 class Staging(Protocol):
