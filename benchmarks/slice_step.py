@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import slice_stages
+
 from glm_mtp_export.artifact import Manifest
 from glm_mtp_export.config import ParallelConfig, SpeculationConfig
 from glm_mtp_export.engine_manifest import ENGINE_MANIFEST_NAME, EngineProfile, engine_directory
 
 NUM_LAYERS, CONTEXT, NUM_DRAFTS, BATCHES = 9, 8192, 3, (1, 8, 32)
-HBM_BYTES_PER_SECOND = 4.3e12  # device copy on an H200
 PROFILE = EngineProfile(
     "slice",
     "tensorrt-rtx",
@@ -148,6 +150,55 @@ def decoded(
     return seconds, (tokens, drafts)
 
 
+def launched_ahead(session: Any, requests: Requests, tokens: np.ndarray, drafts: np.ndarray, steps: int) -> list[float]:
+    """Seconds from one call's results to the next one's, each call launched before the results of the one before are read."""
+    rows, follows = list(range(requests.batch)), np.arange(requests.batch, dtype=np.int32)
+    session.launch(requests.inputs(rows, list(tokens[:, None]), drafts))
+    times = [time.perf_counter()]
+    for step in range(steps + 1):
+        requests.lengths += 1  # of the call in flight, which may accept more
+        if step < steps:
+            session.launch(requests.inputs(rows, list(tokens[:, None]), drafts), follows)
+        out = session.collect()
+        times.append(time.perf_counter())
+        requests.note(rows, drafts, out)
+        drafts = out.next_draft_tokens
+    return list(np.diff(times)[1:-1])
+
+
+def stage_tables(
+    session: Any, artifact: Path, requests: Requests, tokens: np.ndarray, drafts: np.ndarray
+) -> dict[str, Any]:
+    """Rows of the stages of a decode call and of a prefill, printed too."""
+    profiler, stages, manifest = (
+        session._toolchain.module.IProfiler,
+        slice_stages.node_stages(artifact / "step.onnx"),
+        session.manifest,
+    )
+    usual, rows = session._contexts, list(range(requests.batch))
+    session._contexts = [session._context(0), session._context(1)]
+    found = {}
+    step, prompt = requests.inputs(rows, list(tokens[:, None]), drafts), Requests(manifest, 1)
+    prefill = prompt.inputs(
+        [0], [np.random.default_rng(2).integers(0, prompt.vocab, CONTEXT - 64).astype(np.int32)], None
+    )
+    layers = slice_stages.layer_milliseconds(session, session._contexts[1], profiler, lambda: session.run(step), 5)
+    decode = slice_stages.decode_rows(
+        layers, stages, manifest, requests.batch, CONTEXT, partial(expert_bytes, manifest)
+    )
+    found["decode_stages"] = slice_stages.as_json(decode)
+    print(slice_stages.table(decode, "TB/s"), flush=True)
+    if requests.batch == 1:
+        layers = slice_stages.layer_milliseconds(
+            session, session._contexts[0], profiler, lambda: session.run(prefill), 3
+        )
+        rows_of_prefill = slice_stages.prefill_rows(layers, stages, manifest, CONTEXT - 64)
+        found["prefill_stages"] = slice_stages.as_json(rows_of_prefill)
+        print(slice_stages.table(rows_of_prefill, "TFLOP/s"), flush=True)
+    session._contexts = usual
+    return found
+
+
 def kernel_shares(session: Any, requests: Requests, tokens: np.ndarray, drafts: np.ndarray) -> dict[str, float]:
     """Milliseconds a step of each kernel, by name."""
     import torch
@@ -159,7 +210,8 @@ def kernel_shares(session: Any, requests: Requests, tokens: np.ndarray, drafts: 
         torch.cuda.synchronize()
     shares: dict[str, float] = defaultdict(float)
     for event in found.key_averages():
-        shares[event.key.split("(")[0].split("<")[0][-60:]] += event.self_device_time_total / 1000 / steps
+        name = event.key.replace("(anonymous namespace)::", "").removeprefix("void ").removeprefix("glm::")
+        shares[name.split("(")[0][:60]] += event.self_device_time_total / 1000 / steps
     return dict(sorted(shares.items(), key=lambda item: -item[1])[:24])
 
 
@@ -196,7 +248,7 @@ def roofline_ms(manifest: Manifest, batch: int) -> float:
     latents = batch * config.index_topk * cache["target_mla"].bytes_per_token
     keys = batch * CONTEXT * (cache["target_indexer"].bytes_per_token + cache["draft_indexer"].bytes_per_token)
     total = fixed + sparse * expert_bytes(manifest, rows) + NUM_DRAFTS * draft_step + latents + keys
-    return total / HBM_BYTES_PER_SECOND * 1000
+    return total / slice_stages.HBM_BYTES_PER_SECOND * 1000
 
 
 def run(folder: Path, out: Path, plugins: Path | None, shares: bool) -> None:
@@ -229,7 +281,7 @@ def run(folder: Path, out: Path, plugins: Path | None, shares: bool) -> None:
         prefill, tokens, drafts = prefilled(session, requests)
         _, (tokens, drafts) = decoded(session, requests, tokens, drafts, 4)
         seconds, (tokens, drafts) = decoded(session, requests, tokens, drafts, 24)
-        row = {
+        row: dict[str, Any] = {
             "batch": batch,
             "step_ms": round(statistics.median(seconds) * 1000, 3),
             "step_ms_spread": [round(min(seconds) * 1000, 3), round(max(seconds) * 1000, 3)],
@@ -251,6 +303,12 @@ def run(folder: Path, out: Path, plugins: Path | None, shares: bool) -> None:
         print(json.dumps(row), flush=True)
         out.with_suffix(".ids.json").write_text(json.dumps(answers), encoding="utf-8")
         out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        if hasattr(session, "launch"):
+            begun = launched_ahead(session, requests, tokens, drafts, 24)
+            row["step_ms_launched_ahead"] = round(statistics.median(begun) * 1000, 3)
+            print(f"    {row['step_ms_launched_ahead']} ms a step, launched ahead", flush=True)
+        if shares and num_ranks == 1:
+            row |= stage_tables(session, artifact, requests, tokens, drafts)
         if shares:
             row["kernels_ms"] = {k: round(v, 4) for k, v in kernel_shares(session, requests, tokens, drafts).items()}
             out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
