@@ -144,3 +144,17 @@ def test_a_reader_opens_each_file_once_and_closes_it(tmp_path: Path) -> None:
                 reader.read_into(info, np.empty(info.num_bytes, np.uint8))
         assert len(list(Path("/proc/self/fd").iterdir())) == before + len(view.store.files)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_of_the_full_fp8_model_a_third_of_a_percent_is_computed(tmp_path: Path) -> None:
+    """The numbers of docs/engines.md and docs/eight-gpus.md."""
+    release = RELEASES["glm-5.2-fp8"]
+    view = CheckpointView.open(write_stand_in(tmp_path, release.config, release.layout, num_shards=release.num_shards))
+    plan = weight_plan(view, "device", "float8_e4m3fn", True)
+    for parallel, expected in ((WHOLE, 2_354_075_648), (ParallelConfig(8, True), 324_556_800)):
+        computed = 0
+        for entry in plan:
+            for chunk in weight_chunks(view, entry, 8 << 20, parallel, 3 % parallel.tensor_parallel_size):
+                sizes = [part.made_shape(entry) for part in chunk.parts if part.stored(entry) is None]
+                computed += sum(rows * columns for rows, columns in sizes) * entry.item_bytes
+        assert computed == expected
