@@ -65,8 +65,12 @@ class Runtime:
         profile: EngineProfile | None = None,
         enable_prefix_sharing: bool = True,
         enable_adaptive_drafts: bool = True,
+        launch_ahead: bool | None = None,
     ) -> Runtime:
-        """Open an artifact. Without `profile`: that of the engine built in it, else `default_profile`."""
+        """Open an artifact. Without `profile`: that of the engine built in it, else `default_profile`.
+
+        `launch_ahead`: False reads each call's results before the next is launched; None launches ahead on a card.
+        """
         path = Path(directory)
         manifest = Manifest.load(path)
         if profile is None:
@@ -81,7 +85,9 @@ class Runtime:
             enable_prefix_sharing=enable_prefix_sharing,
             enable_adaptive_drafts=enable_adaptive_drafts,
         )
-        return cls(session, tokenizer, Engine(session, tokenizer, config, profile.max_context))
+        return cls(
+            session, tokenizer, Engine(session, tokenizer, config, profile.max_context, launch_ahead=launch_ahead)
+        )
 
     # ---- what it is
 

@@ -116,6 +116,8 @@ class GrammarState:
                 break
             if waits_for is not None:
                 waits_for = None if drafts[j] == waits_for else waits_for
+            elif not _allows(slots[j], drafts[j]):  # asked first: the matcher warns about control tokens it is given
+                break
             elif self._matcher.is_terminated() or not self._matcher.accept_token(drafts[j]):
                 break
             else:
@@ -132,6 +134,10 @@ class GrammarState:
         if self._matcher.is_terminated():
             return True
         return bool(self._matcher.accept_token(token))
+
+
+def _allows(words: Int32, token: int) -> bool:
+    return bool(int(words[token >> 5]) >> (token & 31) & 1)
 
 
 def _choice_grammar(choice: Items[str]) -> str:

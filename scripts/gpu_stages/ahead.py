@@ -4,13 +4,15 @@
     ahead.py engine WORK     build if need be, run on the card, compare; prints a JSON line at the end
 
 Compared, exactly: every result of chains of calls in which requests come and go, go on from unread results, and get their grammar
-masks late. Timed: a decode call run and waited for, launched ahead, and launched ahead with a mask that comes late.
+masks late; and whole answers of the runtime, half of them after a grammar. Timed: a decode call run and waited for, launched ahead,
+and launched ahead with a mask that comes late; and the answers.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import statistics
 import sys
 import time
@@ -29,13 +31,16 @@ from glm_mtp_export.demo import nano_checkpoint  # noqa: E402
 from glm_mtp_export.engine.profile import load_profile  # noqa: E402
 from glm_mtp_export.engine_manifest import ENGINE_MANIFEST_NAME, EngineManifest, engine_directory  # noqa: E402
 from glm_mtp_export.export import ExportOptions, export_checkpoint  # noqa: E402
+from glm_mtp_export.runtime import Runtime, SamplingParams  # noqa: E402
 from glm_mtp_export.runtime.ahead import HostAheadSession  # noqa: E402
 from glm_mtp_export.runtime.masks import constant  # noqa: E402
+from glm_mtp_export.runtime.sampling import StructuredOutput  # noqa: E402
 from glm_mtp_export.runtime.session import StepInputs, StepOutputs  # noqa: E402
 from glm_mtp_export.runtime.sessions.tensorrt import TensorRtSession  # noqa: E402
 
 ARTIFACT = "ahead"
 NUM_CHAINS = 40
+PATTERN, NUM_ANSWERS, ANSWER_TOKENS = "[a-z]{3,9}( [a-z]{3,9}){11}", 32, 96
 BATCHES, CONTEXT, NUM_CALLS = (1, 4, 16), 512, 100
 
 
@@ -136,6 +141,37 @@ def times(session: TensorRtSession, manifest: Manifest) -> list[dict[str, Any]]:
     return rows
 
 
+def answers(artifact: Path, backend: str, launch_ahead: bool) -> tuple[list[Any], float]:
+    """Ids and text of sampled answers in one batch, every second one after the grammar, and the seconds they took."""
+    params = [
+        SamplingParams(
+            temperature=0.7, seed=i, max_tokens=ANSWER_TOKENS, ignore_eos=i % 2 == 0,
+            structured_output=StructuredOutput(regex=PATTERN) if i % 2 else None,
+        )
+        for i in range(NUM_ANSWERS)
+    ]  # fmt: skip
+    prompts = [[40 + i, *range(60, 90 + i)] for i in range(NUM_ANSWERS)]
+    with Runtime.load(artifact, backend, launch_ahead=launch_ahead) as runtime:
+        runtime.generate(prompts, params)  # captures what will be replayed, fills the prefix cache
+        begin = time.perf_counter()
+        found = [r.completions[0] for r in runtime.generate(prompts, params)]
+        return [(c.token_ids, c.text, c.finish_reason) for c in found], time.perf_counter() - begin
+
+
+def compared_answers(artifact: Path, backend: str) -> dict[str, Any]:
+    """Ahead and not; a text that its grammar does not allow is a problem too, unless it was cut off."""
+    (found, ahead), (expected, in_order) = (answers(artifact, backend, launch) for launch in (True, False))
+    problems = [
+        f"answer {i}: {a}, in order {b}" for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b
+    ]
+    for i, (_, text, reason) in enumerate(found):
+        if i % 2 and reason == "stop" and not re.fullmatch(PATTERN, text):
+            problems.append(f"answer {i} breaks its grammar: {text!r}")
+    tokens = sum(len(ids) for ids, _, _ in found)
+    rates = {"ahead": round(tokens / ahead), "in_order": round(tokens / in_order)}
+    return {"answers": len(found), "answer_tokens": tokens, "tokens_per_second": rates, "answer_problems": problems}
+
+
 def engine(work: Path) -> dict[str, Any]:
     """Everything."""
     built = build(work)
@@ -151,7 +187,10 @@ def engine(work: Path) -> dict[str, Any]:
     finally:
         begin = time.perf_counter()
         session.close()
-    return {**found, "close_seconds": round(time.perf_counter() - begin, 3), "toolchain": dict(built.toolchain)}
+    found["close_seconds"] = round(time.perf_counter() - begin, 3)
+    found |= compared_answers(artifact, profile.backend)
+    found["problems"] += found.pop("answer_problems")
+    return {**found, "toolchain": dict(built.toolchain)}
 
 
 def main() -> None:
