@@ -63,6 +63,10 @@ def commit_block(sequence: Sequence, block: Items[int], ids: ThinkingIds) -> Com
 
 def _within_budget(sequence: Sequence, tokens: list[int], ids: ThinkingIds) -> tuple[list[int], int | None]:
     budget = sequence.params.thinking_budget
+    assert budget is not None
+    spent = sequence.phase.num_tokens if sequence.phase.is_open else 0
+    if spent + len(tokens) <= budget:  # out of reach in this block, wherever the phase begins
+        return tokens, None
     phase = sequence.phase.copy()
     for index, token in enumerate(tokens):
         if phase.is_open and phase.num_tokens == budget and token != ids.end:

@@ -67,27 +67,33 @@ class ScheduledRow:
 
     `is_final`: the call reaches the sequence's last token, so that its sample counts. `place` is the row's index in its
     call, `follows` that of the row it continues in the call before, -1 when the host knows its tokens. A void row runs and
-    counts for nothing: its sequence took another way after the row was launched.
+    counts for nothing: its sequence took another way after the row was launched. The call in flight leaves `start` valid
+    positions at least and `most_start` at most; they are one without such a call.
     """
 
     sequence: Sequence
     num_tokens: int
     num_drafts: int
     is_final: bool
+    start: int
+    most_start: int
+    follows: int
     place: int = -1
-    follows: int = -1
     is_void: bool = False
 
     @classmethod
     def of(cls, sequence: Sequence, num_tokens: int) -> ScheduledRow:
         """A row without drafts that feeds the next `num_tokens` tokens."""
-        follows = sequence.in_flight.place if sequence.in_flight is not None and sequence.is_continued else -1
-        return cls(sequence, num_tokens, 0, num_tokens == sequence.planned_uncached, follows=follows)
+        flight, start = sequence.in_flight, sequence.cache_length
+        if flight is None:
+            return cls(sequence, num_tokens, 0, num_tokens == len(sequence.token_ids) - start, start, start, -1)
+        is_final, follows = num_tokens == sequence.planned_uncached, flight.place if flight.is_final else -1
+        return cls(sequence, num_tokens, 0, is_final, sequence.planned_length, sequence.most_length, follows)
 
     @property
     def context(self) -> int:
         """Positions the row reads and writes at most, the draft loop's not counted."""
-        return self.sequence.most_length + self.num_tokens + self.num_drafts
+        return self.most_start + self.num_tokens + self.num_drafts
 
 
 class Scheduler:
@@ -152,9 +158,12 @@ class Scheduler:
         plans: dict[int, ScheduledRow] = {}
         prefilling = []
         for sequence in self.running:
-            if sequence.is_continued and not self._may_continue(sequence):
+            if sequence.in_flight is None:
+                uncached = len(sequence.token_ids) - sequence.cache_length
+            elif self._may_continue(sequence):
+                uncached = sequence.planned_uncached
+            else:
                 continue
-            uncached = sequence.planned_uncached
             if uncached <= _DECODE_ROWS:
                 num_tokens = min(uncached, max(budget - len(self.running), 1))
                 plans[sequence.arrival] = ScheduledRow.of(sequence, num_tokens)
@@ -182,11 +191,13 @@ class Scheduler:
 
     def _may_continue(self, sequence: Sequence) -> bool:
         """False when the sequence surely ends in the call in flight, or might pass its longest length in one more."""
+        if not sequence.is_continued:
+            return True
         return sequence.planned_output < sequence.max_output and sequence.most_length + 1 < self.max_length
 
     def _wanted_drafts(self, sequence: Sequence) -> int:
         wanted = self._drafting.wanted_drafts(sequence)
-        if sequence.is_continued:
+        if sequence.in_flight is not None and sequence.is_continued:
             wanted = min(wanted, self.max_length - 2 - sequence.most_length)
         return wanted
 
@@ -222,7 +233,7 @@ class Scheduler:
 
     def _grow(self, row: ScheduledRow) -> bool:
         sequence = row.sequence
-        slots = slots_needed(sequence.most_length, row.num_tokens, row.num_drafts, self.num_speculative_tokens)
+        slots = slots_needed(row.most_start, row.num_tokens, row.num_drafts, self.num_speculative_tokens)
         missing = -(-slots // PAGE_SIZE) - len(sequence.pages)
         if missing > 0:
             if missing > self.allocator.num_free:

@@ -48,7 +48,7 @@ class StepBatcher:
             row_offsets=row_offsets,
             num_drafts=np.array([row.num_drafts for row in rows], dtype=np.int32),
             draft_tokens=drafts,
-            cache_lengths=np.array([s.planned_length for s in sequences], dtype=np.int32),
+            cache_lengths=np.array([row.start for row in rows], dtype=np.int32),
             block_table=self._block_table(rows),
             next_prompt_token=next_prompt_token,
             temperature=np.array([p.temperature for p in params], dtype=np.float32),
@@ -78,7 +78,7 @@ class StepBatcher:
         following = []
         for row in rows:
             sequence = row.sequence
-            start = sequence.planned_length
+            start = row.start
             end = start + row.num_tokens
             tokens += sequence.token_ids[start:end] if row.follows < 0 else [0]
             if row.num_drafts:
@@ -93,8 +93,7 @@ class StepBatcher:
 
     def _block_table(self, rows: Items[ScheduledRow]) -> Int32:
         widths = [
-            -(-slots_needed(r.sequence.most_length, r.num_tokens, r.num_drafts, self._num_drafts) // PAGE_SIZE)
-            for r in rows
+            -(-slots_needed(r.most_start, r.num_tokens, r.num_drafts, self._num_drafts) // PAGE_SIZE) for r in rows
         ]
         table = np.zeros((len(rows), max(widths)), dtype=np.int32)
         for b, row in enumerate(rows):

@@ -116,14 +116,16 @@ class GrammarState:
                 break
             if waits_for is not None:
                 waits_for = None if drafts[j] == waits_for else waits_for
-            elif not _allows(slots[j], drafts[j]):  # asked first: the matcher warns about control tokens it is given
-                break
-            elif self._matcher.is_terminated() or not self._matcher.accept_token(drafts[j]):
+            # The mask is asked first: the matcher warns about every control token it is given.
+            elif not _allows(slots[j], drafts[j]) or self._matcher.is_terminated() or not self._take(drafts[j]):
                 break
             else:
                 num_taken += 1
         if num_taken:
             self._matcher.rollback(num_taken)
+
+    def _take(self, token: int) -> bool:
+        return bool(self._matcher.accept_token(token))
 
     def advance(self, token: int) -> bool:
         """Take one committed token; False when the grammar does not allow it."""
@@ -133,7 +135,7 @@ class GrammarState:
             return True
         if self._matcher.is_terminated():
             return True
-        return bool(self._matcher.accept_token(token))
+        return self._take(token)
 
 
 def _allows(words: Int32, token: int) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 __all__ = ["ThinkingIds", "ThinkingPhase"]
 
@@ -27,7 +28,7 @@ class ThinkingIds:
         """From the manifest's `thinking_token_ids`."""
         return cls(token_ids.get("think"), token_ids.get("think_end"), token_ids.get("tool_call"))
 
-    @property
+    @cached_property
     def markers(self) -> frozenset[int]:
         """Every id that changes the phase."""
         return frozenset(i for i in (self.begin, self.end, self.tool_call) if i is not None)
