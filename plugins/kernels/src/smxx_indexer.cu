@@ -27,7 +27,7 @@ Plan plan_workspace(const GlmIndexerArgs& args) {
   const int64_t all_bytes = args.num_rows * keys * 4;
   const int64_t block_bytes = keys * 4 * kMinimumBlockRows > kScoreBytes ? keys * 4 * kMinimumBlockRows : kScoreBytes;
   const int64_t score_bytes = keys <= args.index_topk ? 0 : all_bytes < block_bytes ? all_bytes : block_bytes;
-  plan.gates = align_up((size_t)args.num_rows * args.num_heads * args.head_dim * 2, 256);
+  plan.gates = align_up((size_t)args.num_rows * args.num_heads * indexer_q_width(false, args.head_dim) * 2, 256);
   plan.scores = plan.gates + align_up((size_t)args.num_rows * args.num_heads * 4, 256);
   plan.total = plan.scores + align_up((size_t)score_bytes, 256);
   return plan;

@@ -135,8 +135,9 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
   rotate_head(values, shared[warp], table, position, args.head_dim, args.rope_dim, args.interleaved);
   float gate = args.key_gate[(int64_t)row * (args.head_dim + args.num_heads) + args.head_dim + head] *
                rsqrtf((float)args.num_heads) * rsqrtf((float)args.head_dim);
-  const int64_t target = ((int64_t)row * args.num_heads + head) * args.head_dim;
-  if (args.cache_format == GLM_CACHE_FP8) {
+  const bool fp8 = args.cache_format == GLM_CACHE_FP8;
+  const int64_t target = ((int64_t)row * args.num_heads + head) * indexer_q_width(fp8, args.head_dim);
+  if (fp8) {
     const float head_scale = power_of_two_scale(absolute_maximum(values), kMinimumScaleExponent);
     const float inverse = 1.f / head_scale;
     gate *= head_scale;
@@ -149,8 +150,8 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
   } else {
 #pragma unroll
     for (int i = 0; i < kLanes; ++i) {
-      if (lane + 32 * i < args.head_dim) {
-        static_cast<__nv_bfloat16*>(workspace.q)[target + lane + 32 * i] = __float2bfloat16(values[i]);
+      if (32 * i < args.head_dim) {  // lanes past head_dim are zero
+        static_cast<__nv_bfloat16*>(workspace.q)[target + indexer_q_place(lane + 32 * i)] = __float2bfloat16(values[i]);
       }
     }
   }

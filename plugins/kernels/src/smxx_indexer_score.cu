@@ -5,9 +5,9 @@
 // registers as B operands) and up to four 16-key slices of the page; heads lie along N, so the gated sum over heads stays
 // inside a thread and a quad.
 //
-// Lanes of K are permuted alike on both sides, so that a thread reads its share of a row as 16 bytes:
-//   bf16  a 64-byte block holds 32 lanes = 2 steps of k16; quad thread t has lanes 8t .. 8t+7 of it
-//   FP8   a 64-byte block holds 64 lanes = 4 steps; quad thread t has lanes 16t .. 16t+15, widened to f16 (exact)
+// bf16 keys reach the registers through ldmatrix; q lies in the matching order (indexer_launches.cuh). FP8 keys are widened
+// to f16 (exact) on the way: there the lanes of K are permuted alike on both sides, so that a thread reads its share of a row
+// as 16 bytes: of a 64-byte block (4 steps of k16) quad thread t has lanes 16t .. 16t+15.
 //
 // Bound: memory for up to 4 rows a request (a page is 16.4 KB bf16, 8.4 KB FP8: 3.8 and 2.0 ns at 4.3 TB/s against 2.7 ns
 // of tensor time for 4 rows x 32 heads), tensor cores above.
@@ -27,9 +27,10 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kMaxTileRows = 8;
 constexpr int kStages = 4;
 constexpr int kTargetBlocks = 2 * 132;  // two blocks fit on each multiprocessor
+constexpr int kPageRing = kThreads;     // page numbers kept ahead, one a thread
 
 struct ScoreArgs {
-  const uint8_t* q;  // bf16 or e4m3 [rows, heads, head_dim]
+  const uint8_t* q;  // bf16 or e4m3 [rows, heads, indexer_q_width]
   const float* gates;
   const int32_t* positions;
   const int32_t* row_requests;
@@ -45,11 +46,12 @@ struct Layout {
   static constexpr int kRowBytes = kFp8 ? kDepth : 2 * kDepth;  // of a key in shared memory
   static constexpr int kChunks = kRowBytes / 16;
   static constexpr int kStageBytes = GLM_PAGE_SIZE * kRowBytes + (kFp8 ? GLM_PAGE_SIZE * 4 : 0);
-  static constexpr int kLaneBlocks = kRowBytes / 64;
 
-  // Rows are 64 bytes or a multiple of 128; of the latter, odd rows swap halves so that 8 threads hit 8 banks groups.
+  // Rows are 64 bytes or a multiple of 128. 16-byte chunks are exchanged so that the 8 rows of an ldmatrix (bf16), or two
+  // rows of 4 chunks (FP8), lie in different banks.
   __device__ static uint32_t offset(int key, int chunk) {
-    return key * kRowBytes + ((kChunks >= 8 ? chunk ^ ((key & 1) << 2) : chunk) << 4);
+    const int moved = kChunks < 8 ? chunk : kFp8 ? chunk ^ ((key & 1) << 2) : chunk ^ (key & 7);
+    return key * kRowBytes + (moved << 4);
   }
 };
 
@@ -90,12 +92,12 @@ __device__ void score_page(const uint8_t* stage, const uint32_t (&q)[kHeadTiles]
     if (first_key + slice * 16 > position) break;
     const int key = slice * 16 + group;
     float sums[kHeadTiles][4] = {};
+    if constexpr (kFp8) {
 #pragma unroll
-    for (int block = 0; block < L::kLaneBlocks; ++block) {
-      const uint4 low = *reinterpret_cast<const uint4*>(stage + L::offset(key, block * 4 + member));
-      const uint4 high = *reinterpret_cast<const uint4*>(stage + L::offset(key + 8, block * 4 + member));
-      const uint32_t low_words[4] = {low.x, low.y, low.z, low.w}, high_words[4] = {high.x, high.y, high.z, high.w};
-      if constexpr (kFp8) {
+      for (int block = 0; block < L::kRowBytes / 64; ++block) {
+        const uint4 low = *reinterpret_cast<const uint4*>(stage + L::offset(key, block * 4 + member));
+        const uint4 high = *reinterpret_cast<const uint4*>(stage + L::offset(key + 8, block * 4 + member));
+        const uint32_t low_words[4] = {low.x, low.y, low.z, low.w}, high_words[4] = {high.x, high.y, high.z, high.w};
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
           const uint32_t a[4] = {e4m3x2_to_f16x2(low_words[step]), e4m3x2_to_f16x2(high_words[step]),
@@ -105,16 +107,15 @@ __device__ void score_page(const uint8_t* stage, const uint32_t (&q)[kHeadTiles]
             mma_f16(sums[tile], a, q[tile][block * 8 + step * 2], q[tile][block * 8 + step * 2 + 1]);
           }
         }
-      } else {
+      }
+    } else {
+      const uint32_t keys = shared_address(stage);
 #pragma unroll
-        for (int step = 0; step < 2; ++step) {
-          const uint32_t a[4] = {low_words[2 * step], high_words[2 * step], low_words[2 * step + 1],
-                                 high_words[2 * step + 1]};
+      for (int step = 0; step < kDepth / 16; ++step) {
+        uint32_t a[4];
+        load_matrix_x4(a, keys + L::offset(slice * 16 + lane % 16, step * 2 + lane / 16));
 #pragma unroll
-          for (int tile = 0; tile < kHeadTiles; ++tile) {
-            mma_bf16(sums[tile], a, q[tile][block * 4 + step * 2], q[tile][block * 4 + step * 2 + 1]);
-          }
-        }
+        for (int tile = 0; tile < kHeadTiles; ++tile) mma_bf16(sums[tile], a, q[tile][step * 2], q[tile][step * 2 + 1]);
       }
     }
     float score[2] = {0.f, 0.f};
@@ -143,6 +144,7 @@ template <bool kFp8, int kDepth, int kHeadTiles>
 __global__ void __launch_bounds__(kThreads, kHeadTiles <= 4 ? 2 : 1) score_kernel(const __grid_constant__ ScoreArgs args) {
   using L = Layout<kFp8, kDepth>;
   extern __shared__ __align__(128) uint8_t stages[];
+  __shared__ int page_ring[kPageRing];
   __shared__ int requests[kMaxTileRows + 1], positions[kMaxTileRows + 1];  // request -1: the row needs no scores
   const int row0 = blockIdx.y * args.tile_rows;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, member = lane % 4;
@@ -185,7 +187,10 @@ __global__ void __launch_bounds__(kThreads, kHeadTiles <= 4 ? 2 : 1) score_kerne
     if (split >= num_used_pages) continue;
     const int32_t* pages = args.block_table + (int64_t)request * args.pages_per_request;
     const int count = (num_used_pages - split + num_splits - 1) / num_splits;
-    __syncthreads();  // the stages may still be read for the run before
+    const auto page_of = [&](int i) { return i < count ? pages[split + i * num_splits] : -1; };
+    __syncthreads();  // the stages and page numbers may still be read for the run before
+    page_ring[threadIdx.x] = page_of(threadIdx.x);
+    __syncthreads();
     uint32_t valid_stages = 0;  // a bit for each stage whose page exists
     const auto load = [&](int i, int page) {
       const int stage = i % kStages;
@@ -193,37 +198,33 @@ __global__ void __launch_bounds__(kThreads, kHeadTiles <= 4 ? 2 : 1) score_kerne
       valid_stages = (valid_stages & ~(1u << stage)) | valid << stage;
       load_page<kFp8, kDepth>(args, page, stages + stage * L::kStageBytes);
     };
-    int first_pages[kStages];
-#pragma unroll
-    for (int i = 0; i < kStages; ++i) first_pages[i] = i < count ? pages[split + i * num_splits] : 0;
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) {
-      if (i < count) load(i, first_pages[i]);
+      if (i < count) load(i, page_ring[i]);
       copy_async_commit();
     }
 
     uint32_t q[kHeadTiles][kDepth / 8] = {};
     float gates[kHeadTiles][2] = {};
     if (active) {
-      const int q_row_bytes = kFp8 ? args.head_dim : 2 * args.head_dim;
+      const int q_row_bytes = indexer_q_width(kFp8, args.head_dim) * (kFp8 ? 1 : 2);
 #pragma unroll
       for (int tile = 0; tile < kHeadTiles; ++tile) {
         const int head = tile * 8 + group;
         const uint8_t* source = args.q + ((int64_t)row * args.num_heads + head) * q_row_bytes;
 #pragma unroll
-        for (int block = 0; block < L::kLaneBlocks; ++block) {
+        for (int block = 0; block < L::kRowBytes / 64; ++block) {
           const int chunk = block * 4 + member;
-          if (head < args.num_heads && chunk * 16 < q_row_bytes) {
-            const uint4 words = *reinterpret_cast<const uint4*>(source + chunk * 16);
-            const uint32_t list[4] = {words.x, words.y, words.z, words.w};
+          if (head >= args.num_heads || chunk * 16 >= q_row_bytes) continue;
+          const uint4 words = *reinterpret_cast<const uint4*>(source + chunk * 16);
+          const uint32_t list[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              if constexpr (kFp8) {
-                q[tile][block * 8 + 2 * i] = e4m3x2_to_f16x2(list[i]);
-                q[tile][block * 8 + 2 * i + 1] = e4m3x2_to_f16x2(list[i] >> 16);
-              } else {
-                q[tile][block * 4 + i] = list[i];
-              }
+          for (int i = 0; i < 4; ++i) {
+            if constexpr (kFp8) {
+              q[tile][block * 8 + 2 * i] = e4m3x2_to_f16x2(list[i]);
+              q[tile][block * 8 + 2 * i + 1] = e4m3x2_to_f16x2(list[i] >> 16);
+            } else {
+              q[tile][block * 4 + i] = list[i];  // lanes 8 (4 block + i) + 2 member and the next
             }
           }
         }
@@ -235,15 +236,16 @@ __global__ void __launch_bounds__(kThreads, kHeadTiles <= 4 ? 2 : 1) score_kerne
       }
     }
 
-    int next_page = first_pages[kStages - 1];
     for (int i = 0; i < count; ++i) {
       copy_async_wait<kStages - 2>();
       __syncthreads();
       const bool valid_page = valid_stages >> (i % kStages) & 1;
-      if (i + kStages - 1 < count) {
-        load(i + kStages - 1, next_page);
-        if (i + kStages < count) next_page = pages[split + (i + kStages) * num_splits];
+      // Half a ring ahead of its first use.
+      if (i % (kPageRing / 2) == 0 && i > 0 && threadIdx.x < kPageRing / 2) {
+        const int ahead = i + kPageRing / 2 + threadIdx.x;
+        page_ring[ahead % kPageRing] = page_of(ahead);
       }
+      if (i + kStages - 1 < count) load(i + kStages - 1, page_ring[(i + kStages - 1) % kPageRing]);
       copy_async_commit();
       if (active) {
         const int page_index = split + i * num_splits;
@@ -279,7 +281,8 @@ int launch_indexer_score(const GlmIndexerArgs& args, const IndexerWorkspace& wor
                          float* scores, cudaStream_t stream) {
   const bool fp8 = args.cache_format == GLM_CACHE_FP8;
   const ScoreArgs score = {
-      static_cast<const uint8_t*>(workspace.q) + (int64_t)row0 * args.num_heads * args.head_dim * (fp8 ? 1 : 2),
+      static_cast<const uint8_t*>(workspace.q) +
+          (int64_t)row0 * args.num_heads * indexer_q_width(fp8, args.head_dim) * (fp8 ? 1 : 2),
       workspace.gates + (int64_t)row0 * args.num_heads,
       args.positions + row0,
       args.row_requests + row0,
