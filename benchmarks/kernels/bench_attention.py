@@ -1,6 +1,7 @@
-"""Times glm_mla_attention and glm_indexer at GLM-5.2 shapes: 64 heads, list of 2048, 4 verify rows a request.
+"""Times glm_mla_attention and glm_indexer at GLM-5.2 shapes: list of 2048, 4 verify rows a request.
 
 python benchmarks/kernels/bench_attention.py [--json FILE] [--batches 1,8,32] [--context 8192] [--formats bf16,fp8]
+                                             [--heads 64,32,16,8]
 Lists of neighbouring rows share nine tenths of their entries, as verify rows do. Bytes: weights once, distinct cache rows
 once, q and out once; operations: the attention products (and W_UK, W_UV). Several layers of one cache serve in turn, so
 rows come from HBM.
@@ -105,7 +106,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--context", default="8192")
     parser.add_argument("--formats", default="bf16,fp8")
-    parser.add_argument("--heads", default="64")
+    parser.add_argument("--heads", default="64,32,16,8", help="of a card alone and of a rank of 2, 4 and 8")
     options = parser.parse_args()
     rows = []
     for context in map(int, options.context.split(",")):

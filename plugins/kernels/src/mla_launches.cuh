@@ -48,7 +48,7 @@ int launch_mla_attend_sm90(const GlmMlaAttentionArgs& args, int row0, int num_ro
                            MlaPartials partials, void* attended, cudaStream_t stream);
 int launch_mla_combine(const GlmMlaAttentionArgs& args, int num_rows, MlaPartials partials, void* attended,
                        cudaStream_t stream);
-// Whether the wgmma kernel serves these sizes: 512 + 64 lanes and whole blocks of 64 heads.
+// Whether the wgmma kernel serves these sizes: 512 + 64 lanes and at least 8 heads.
 bool mla_has_sm90_kernel(const GlmMlaAttentionArgs& args);
 
 }  // namespace glm

@@ -1,4 +1,6 @@
-// Sparse MLA over a selection list on Hopper: one block = one row, 64 heads, one split of the list.
+// Sparse MLA over a selection list on Hopper: one block = one row, up to 64 heads, one split of the list. Fewer heads (a rank
+// of several has 32, 16 or 8) are padded with zero rows of q: the gathered keys, not the products, then set the time.
+// Rows of several tokens could fill the tile only where their lists agree, and neighbouring rows differ in a tenth.
 //
 // Warpgroup 2 (and 3 for FP8) gathers 64-key tiles into a ring of two, widened to bf16; warpgroup 0 computes the
 // scores of a tile, its softmax, and lanes 0..255 of the output; warpgroup 1 computes lanes 256..511 from the
@@ -28,6 +30,7 @@ namespace {
 constexpr int kWarpgroup = 128;
 constexpr int kMathThreads = 2 * kWarpgroup;
 constexpr int kHeads = 64;
+constexpr int kMinHeads = 8;  // below, the kernel for any card does less work
 constexpr int kTile = 64;
 constexpr int kLatent = 512;
 constexpr int kRope = 64;
@@ -98,21 +101,30 @@ template <bool kFp8>
 struct TileRows {
   static constexpr int kStride = kGatherThreads<kFp8> / 8;
   static constexpr int kCount = kTile / kStride;
-  int64_t slot[kCount];
-};
+  int key[kCount];   // logical position, or -1 when the entry is unused
+  int page[kCount];  // its page; page 0 of the request for unused entries
 
-template <bool kFp8>
-__device__ inline TileRows<kFp8> find_rows(const AttendArgs& args, const int32_t* list, const int32_t* pages, int position,
-                                    int tile, int thread) {
-  TileRows<kFp8> rows;
+  // The entries of a tile; no branch, so that the loads travel together.
+  __device__ void load_keys(const AttendArgs& args, const int32_t* list, int position, int tile, int thread) {
 #pragma unroll
-  for (int i = 0; i < rows.kCount; ++i) {
-    const int entry = tile * kTile + i * rows.kStride + thread / 8;
-    const int key = entry < args.topk ? __ldg(list + entry) : -1;
-    rows.slot[i] = key >= 0 && key <= position ? cache_slot(pages, args.num_pages, key) : -1;
+    for (int i = 0; i < kCount; ++i) {
+      const int entry = tile * kTile + i * kStride + thread / 8;
+      const int found = __ldg(list + min(entry, args.topk - 1));
+      key[i] = entry < args.topk && found >= 0 && found <= position ? found : -1;
+    }
   }
-  return rows;
-}
+  __device__ void load_pages(const int32_t* pages) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) page[i] = __ldg(pages + max(key[i], 0) / GLM_PAGE_SIZE);
+  }
+  __device__ bool is_valid(const AttendArgs& args, int i) const {
+    return key[i] >= 0 && (unsigned)page[i] < (unsigned)args.num_pages;
+  }
+  // Cache row of an entry; row 0 for unused ones, which is not read.
+  __device__ int64_t slot(const AttendArgs& args, int i) const {
+    return is_valid(args, i) ? (int64_t)page[i] * GLM_PAGE_SIZE + key[i] % GLM_PAGE_SIZE : 0;
+  }
+};
 
 __device__ inline void gather_bf16(const AttendArgs& args, const TileRows<false>& rows, uint8_t (*tile)[kBlockBytes],
                             int thread) {
@@ -120,8 +132,8 @@ __device__ inline void gather_bf16(const AttendArgs& args, const TileRows<false>
 #pragma unroll
   for (int i = 0; i < rows.kCount; ++i) {
     const int key = i * rows.kStride + thread / 8;
-    const bool valid = rows.slot[i] >= 0;
-    const uint8_t* source = args.layer + (valid ? rows.slot[i] : 0) * (2 * kWidth) + chunk * 16;
+    const bool valid = rows.is_valid(args, i);
+    const uint8_t* source = args.layer + rows.slot(args, i) * (2 * kWidth) + chunk * 16;
     const uint32_t target = shared_address(tile) + swizzled(key, chunk);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -136,18 +148,18 @@ __device__ inline void gather_fp8(const AttendArgs& args, const TileRows<true>& 
   const int part = thread % 8;
 #pragma unroll
   for (int i = 0; i < rows.kCount; ++i) {
-    const int64_t slot = rows.slot[i];
+    const bool valid = rows.is_valid(args, i);
     const int key = i * rows.kStride + thread / 8;
-    const uint8_t* source = args.layer + (slot < 0 ? 0 : slot) * kFp8RowBytes;
+    const uint8_t* source = args.layer + rows.slot(args, i) * kFp8RowBytes;
     const uint4 zero = make_uint4(0u, 0u, 0u, 0u);
     uint4 bytes[4];
 #pragma unroll
     for (int group = 0; group < 4; ++group) {
-      bytes[group] = slot < 0 ? zero : *reinterpret_cast<const uint4*>(source + group * 128 + part * 16);
+      bytes[group] = valid ? *reinterpret_cast<const uint4*>(source + group * 128 + part * 16) : zero;
     }
     const float4 scales =
-        slot < 0 ? make_float4(0.f, 0.f, 0.f, 0.f) : *reinterpret_cast<const float4*>(source + kLatent);
-    const uint4 rope = slot < 0 ? zero : *reinterpret_cast<const uint4*>(source + kLatent + 16 + part * 16);
+        valid ? *reinterpret_cast<const float4*>(source + kLatent) : make_float4(0.f, 0.f, 0.f, 0.f);
+    const uint4 rope = valid ? *reinterpret_cast<const uint4*>(source + kLatent + 16 + part * 16) : zero;
     const float group_scale[4] = {scales.x, scales.y, scales.z, scales.w};
 #pragma unroll
     for (int group = 0; group < 4; ++group) {
@@ -164,11 +176,11 @@ __device__ inline void gather_fp8(const AttendArgs& args, const TileRows<true>& 
 }
 
 template <bool kFp8>
-__device__ inline void write_bias(const TileRows<kFp8>& rows, float* bias, int thread) {
+__device__ inline void write_bias(const AttendArgs& args, const TileRows<kFp8>& rows, float* bias, int thread) {
   if (thread % 8 == 0) {
 #pragma unroll
     for (int i = 0; i < rows.kCount; ++i) {
-      bias[i * rows.kStride + thread / 8] = rows.slot[i] >= 0 ? 0.f : -CUDART_INF_F;
+      bias[i * rows.kStride + thread / 8] = rows.is_valid(args, i) ? 0.f : -CUDART_INF_F;
     }
   }
 }
@@ -177,7 +189,11 @@ template <bool kFp8>
 __device__ inline void run_gather(const AttendArgs& args, SharedMemory& shared, const int32_t* list, const int32_t* pages,
                            int position, int first_tile, int num_tiles, int thread) {
   if (num_tiles == 0) return;
-  TileRows<kFp8> rows = find_rows<kFp8>(args, list, pages, position, first_tile, thread);
+  // Entries are read two tiles ahead, their pages one tile ahead.
+  TileRows<kFp8> rows, next;
+  rows.load_keys(args, list, position, first_tile, thread);
+  next.load_keys(args, list, position, first_tile + 1, thread);
+  rows.load_pages(pages);
   const auto publish = [&](int stage) {
     fence_shared_for_wgmma();
     barrier_arrive(&shared.full[stage]);
@@ -185,14 +201,16 @@ __device__ inline void run_gather(const AttendArgs& args, SharedMemory& shared, 
   for (int i = 0; i < num_tiles; ++i) {
     const int stage = i % kStages;
     if (i >= kStages) barrier_wait(&shared.empty[stage], (i / kStages - 1) & 1);
-    write_bias<kFp8>(rows, shared.bias[stage], thread);
+    write_bias<kFp8>(args, rows, shared.bias[stage], thread);
     if constexpr (kFp8) {
       gather_fp8(args, rows, shared.keys[stage], thread);
-      if (i + 1 < num_tiles) rows = find_rows<kFp8>(args, list, pages, position, first_tile + i + 1, thread);
-      publish(stage);
     } else {
       gather_bf16(args, rows, shared.keys[stage], thread);
-      if (i + 1 < num_tiles) rows = find_rows<kFp8>(args, list, pages, position, first_tile + i + 1, thread);
+    }
+    rows = next;
+    rows.load_pages(pages);
+    next.load_keys(args, list, position, first_tile + i + 2, thread);
+    if constexpr (!kFp8) {
       // The first two tiles travel together; later ones can only start once a stage is free, long after the tile before.
       if (i == 0 && num_tiles > 1) continue;
       if (i == 1) {
@@ -200,8 +218,8 @@ __device__ inline void run_gather(const AttendArgs& args, SharedMemory& shared, 
         publish(0);
       }
       copy_async_wait<0>();
-      publish(stage);
     }
+    publish(stage);
   }
 }
 
@@ -242,6 +260,7 @@ __device__ inline void write_output(const AttendArgs& args, int row, int split, 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int head = head0 + warp * 16 + half * 8 + lane / 4;
+    if (head >= args.num_heads) continue;  // padding
     const int column0 = lane0 + lane % 4 * 2;
     if (args.partials.num_splits == 1) {
       const float inverse = denominator[half] == 0.f ? 0.f : 1.f / denominator[half];
@@ -386,13 +405,15 @@ __device__ inline void run_right(const AttendArgs& args, SharedMemory& shared, i
   write_output(args, row, split, head0, 256, sums, denominator, unused, thread);
 }
 
-// The math warpgroups' share of the prologue: q of the block, [64 heads x 576], to shared memory.
+// The math warpgroups' share of the prologue: q of the block, [64 heads x 576], to shared memory; zeros for heads past the
+// last.
 __device__ inline void load_q(const AttendArgs& args, SharedMemory& shared, int row, int head0) {
   const __nv_bfloat16* q = args.absorbed_q + ((int64_t)row * args.num_heads + head0) * kWidth;
   for (int index = threadIdx.x; index < kHeads * kBlocks * 8; index += kMathThreads) {
     const int head = index / (kBlocks * 8), block = index % (kBlocks * 8) / 8, chunk = index % 8;
-    copy_async_16(shared_address(shared.q[block]) + swizzled(head, chunk), q + head * kWidth + block * 64 + chunk * 8,
-                  true);
+    const bool used = head0 + head < args.num_heads;
+    copy_async_16(shared_address(shared.q[block]) + swizzled(head, chunk),
+                  q + (used ? head * kWidth + block * 64 + chunk * 8 : 0), used);
   }
   copy_async_commit();
   copy_async_wait<0>();
@@ -449,7 +470,7 @@ __global__ void __launch_bounds__(kMathThreads + kGatherThreads<kFp8>, 1)
 }  // namespace
 
 bool mla_has_sm90_kernel(const GlmMlaAttentionArgs& args) {
-  if (args.kv_lora != kLatent || args.rope_dim != kRope || args.num_heads % kHeads != 0) return false;
+  if (args.kv_lora != kLatent || args.rope_dim != kRope || args.num_heads < kMinHeads) return false;
   static const bool is_hopper = [] {
     int device = 0, major = 0, minor = 0;
     if (cudaGetDevice(&device) != cudaSuccess) return false;
@@ -478,7 +499,7 @@ int launch_mla_attend_sm90(const GlmMlaAttentionArgs& args, int row0, int num_ro
                              args.topk,
                              (total_tiles + partials.num_splits - 1) / partials.num_splits,
                              args.scale * kLog2e};
-  const dim3 grid(partials.num_splits, args.num_heads / kHeads, num_rows);
+  const dim3 grid(partials.num_splits, (unsigned)ceil_div(args.num_heads, kHeads), num_rows);
   const auto launch = [&](auto kernel, int threads) {
     return launch_dependent("glm_mla_attention", kernel, grid, threads, (int)sizeof(SharedMemory), stream, 1, attend);
   };

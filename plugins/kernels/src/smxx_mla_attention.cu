@@ -25,7 +25,7 @@ int num_tiles(const GlmMlaAttentionArgs& args) { return (int)ceil_div(args.topk,
 // about 1 us and the load of q plus the merge about 1.5 tiles.
 int choose_splits(const GlmMlaAttentionArgs& args, int num_rows) {
   if (args.num_splits > 0) return args.num_splits;
-  const int head_blocks = mla_has_sm90_kernel(args) ? args.num_heads / 64 : (int)ceil_div(args.num_heads, 16);
+  const int head_blocks = (int)ceil_div(args.num_heads, mla_has_sm90_kernel(args) ? 64 : 16);
   const int slots = mla_has_sm90_kernel(args) ? kMultiprocessors : 2 * kMultiprocessors;
   int best = 1;
   double best_cost = 0;
