@@ -101,7 +101,7 @@ def attention(
 
     With `index_slot` the layer owns an indexer, whose keys live in that slot of the index cache, and its fresh list is used;
     without, `selection` of an earlier layer. All rows write the caches; with `kept_rows` i32 [R] only those go on. Returns the
-    block's output [T or R, H] and the list it used.
+    block's output [T or R, H], of which a rank has its heads' part, and the list it used.
     """
     block = weights.scope("attn")
     down = block.linear("qkv_a", normed)
@@ -137,4 +137,4 @@ def attention(
     caches.replace(name, updated)
     if kept_rows is not None:
         mixed = torch.index_select(mixed, 0, kept_rows)
-    return weights.summed(block.linear("o", mixed)), selection
+    return block.linear("o", mixed), selection

@@ -48,8 +48,7 @@ def _draft_layer(
 
 def _normed(config: ModelConfig, weights: Weights, module: int, branch: Tensor, residual: Tensor) -> Tensor:
     """A module's state after its shared_head.norm, which its head and the next module read."""
-    norm = weights[f"draft.layers.{module}.shared_head_norm"]
-    return ops.add_rms_norm(branch, residual, norm, config.rms_norm_eps)[0]
+    return weights.added_norm(branch, residual, f"draft.layers.{module}.shared_head_norm", config.rms_norm_eps)[0]
 
 
 def draft_tokens(

@@ -16,9 +16,9 @@ def _swiglu(weights: Weights, prefix: str, x: Tensor) -> Tensor:
 
 
 def feed_forward(config: ModelConfig, weights: Weights, x: Tensor, sparse: bool) -> Tensor:
-    """x [T, H] -> [T, H]. The shared expert is neither weighted nor scaled."""
+    """x [T, H] -> [T, H], of which a rank has its part. The shared expert is neither weighted nor scaled."""
     if not sparse:
-        return weights.summed(_swiglu(weights.scope("mlp"), "", x))
+        return _swiglu(weights.scope("mlp"), "", x)
     scope = weights.scope("moe")
     expert_ids, expert_weights = ops.router(
         x,
@@ -33,4 +33,4 @@ def feed_forward(config: ModelConfig, weights: Weights, x: Tensor, sparse: bool)
     routed = scope.experts(x, expert_ids, expert_weights)
     if config.n_shared_experts:
         routed = routed + _swiglu(scope, "shared_", x)
-    return weights.summed(routed)
+    return routed

@@ -33,7 +33,8 @@ def decoder_layer(
     sparse: bool,
     kept_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One layer on a residual stream kept as (branch not yet added, residual); `branch` None: nothing to add.
+    """One layer on a residual stream kept as (branch not yet added, residual); `branch` None: nothing to add. A
+    branch is the rank's part: the norm that reads it sums it over the ranks.
 
     With `kept_rows` i32 [R] all rows write the caches and only those leave the layer. Returns the new branch and residual, and the
     selection list used (of all rows).
@@ -41,11 +42,11 @@ def decoder_layer(
     if branch is None:
         normed = ops.rms_norm(residual, weights["input_norm"], config.rms_norm_eps, 0)
     else:
-        normed, residual = ops.add_rms_norm(branch, residual, weights["input_norm"], config.rms_norm_eps)
+        normed, residual = weights.added_norm(branch, residual, "input_norm", config.rms_norm_eps)
     mixed, selection = attention(config, weights, normed, rows, caches, model, layer, index_slot, selection, kept_rows)
     if kept_rows is not None:
         residual = torch.index_select(residual, 0, kept_rows)
-    normed, residual = ops.add_rms_norm(mixed, residual, weights["post_attention_norm"], config.rms_norm_eps)
+    normed, residual = weights.added_norm(mixed, residual, "post_attention_norm", config.rms_norm_eps)
     return feed_forward(config, weights, normed, sparse), residual, selection
 
 
@@ -68,4 +69,4 @@ def target_hidden(config: ModelConfig, weights: Weights, token_ids: Tensor, rows
             config.mlp_layer_types[layer] == SPARSE,
         )
     assert branch is not None, "a model has at least one layer"
-    return ops.add_rms_norm(branch, residual, weights["target.norm"], config.rms_norm_eps)[0]
+    return weights.added_norm(branch, residual, "target.norm", config.rms_norm_eps)[0]

@@ -46,10 +46,15 @@ class Weights:
             return ops.linear_fp8(x, self[name], self[f"{name}_scale"], int(to_f32))
         return ops.linear(x, self[name], int(to_f32))
 
-    def summed(self, partial: Tensor) -> Tensor:
-        """A product over columns that the ranks share out, summed over them."""
+    def added_norm(self, branch: Tensor, residual: Tensor, name: str, eps: float) -> tuple[Tensor, Tensor]:
+        """RMSNorm of branch + residual under weight `name`, and the sum itself, both [T, H].
+
+        `branch` is a rank's part: a product over columns that the ranks share out, and summed over them here.
+        """
         num_ranks = self.parallel.tensor_parallel_size
-        return partial if num_ranks == 1 else ops.all_reduce(partial, num_ranks)
+        if num_ranks == 1:
+            return ops.add_rms_norm(branch, residual, self[name], eps)
+        return ops.all_reduce_add_rms_norm(branch, residual, self[name], eps, num_ranks)
 
     def head_logits(self, hidden: Tensor, rows: Tensor, valid_vocab: int) -> Tensor:
         """float32 logits [M, V] of chosen rows of hidden [T, H], whole vocabulary, -inf from valid_vocab on."""

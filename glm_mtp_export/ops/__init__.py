@@ -1,6 +1,13 @@
 """The custom ops of the step graph: one record each, in OP_TABLE, and the torch operators they define."""
 
-from glm_mtp_export.ops.collectives import all_gather_columns, all_reduce, best_of_ranks, communicating, head_best
+from glm_mtp_export.ops.collectives import (
+    all_gather_columns,
+    all_reduce,
+    all_reduce_add_rms_norm,
+    best_of_ranks,
+    communicating,
+    head_best,
+)
 from glm_mtp_export.ops.draft_input import draft_input
 from glm_mtp_export.ops.experts import experts, experts_fp8, experts_nvfp4
 from glm_mtp_export.ops.head import GlmMaskedLogits, head_argmax, head_logits
@@ -30,6 +37,7 @@ __all__ = [
     "add_rms_norm",
     "all_gather_columns",
     "all_reduce",
+    "all_reduce_add_rms_norm",
     "best_of_ranks",
     "communicating",
     "draft_input",

@@ -17,10 +17,19 @@ from onnxscript.onnx_opset import opset23 as op
 from onnxscript.values import Opset
 from torch import Tensor
 
+from glm_mtp_export.ops.norm import normalised
 from glm_mtp_export.ops.precision import widened
 from glm_mtp_export.ops.record import Attribute, OpRecord, Port, define
 
-__all__ = ["Communicator", "all_gather_columns", "all_reduce", "best_of_ranks", "communicating", "head_best"]
+__all__ = [
+    "Communicator",
+    "all_gather_columns",
+    "all_reduce",
+    "all_reduce_add_rms_norm",
+    "best_of_ranks",
+    "communicating",
+    "head_best",
+]
 
 
 class Communicator(Protocol):
@@ -76,6 +85,40 @@ all_reduce = define(
         _all_reduce,
         lambda x, num_ranks: torch.empty_like(x),
         _all_reduce_body,
+    )
+)
+
+
+def _all_reduce_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, num_ranks: int
+) -> tuple[Tensor, Tensor]:
+    total = _all_reduce(x, num_ranks) + residual
+    return normalised(total, weight, eps), total
+
+
+@script(Opset("glm", 1))
+def _all_reduce_add_rms_norm_body(x: FLOAT, residual: FLOAT, weight: FLOAT, eps: float, num_ranks: int):
+    """A group of one."""
+    total = x + residual
+    mean = op.ReduceMean(total * total, op.Constant(value_ints=[-1]), keepdims=1)
+    y = total / op.Sqrt(mean + op.Constant(value_float=eps)) * weight
+    return y, total
+
+
+all_reduce_add_rms_norm = define(
+    OpRecord(
+        "GlmAllReduceAddRmsNorm",
+        "Sum over the ranks as GlmAllReduce makes it, residual addition and the RMSNorm of that as in GlmAddRmsNorm.",
+        (
+            Port("x", "A", ("T", "D"), "this rank's part"),
+            Port("residual", "A", ("T", "D"), "the same on every rank"),
+            Port("weight", "A", ("D",)),
+        ),
+        (Port("y", "A", ("T", "D")), Port("sum", "A", ("T", "D"), "with the residual")),
+        (Attribute("eps", "float"), *_RANKS),
+        _all_reduce_add_rms_norm,
+        lambda x, residual, weight, eps, num_ranks: (torch.empty_like(x), torch.empty_like(x)),
+        _all_reduce_add_rms_norm_body,
     )
 )
 

@@ -48,6 +48,8 @@ int enqueueTokenLogprobs(Call const& call);
 
 size_t workspaceAllReduce(Call const& call);
 int enqueueAllReduce(Call const& call);
+size_t workspaceAllReduceAddRmsNorm(Call const& call);
+int enqueueAllReduceAddRmsNorm(Call const& call);
 size_t workspaceAllGatherColumns(Call const& call);
 int enqueueAllGatherColumns(Call const& call);
 size_t workspaceHeadBest(Call const& call);

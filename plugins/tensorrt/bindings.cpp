@@ -28,6 +28,7 @@ std::vector<Binding> const& bindings()
         {"GlmAccept", workspaceAccept, enqueueAccept},
         {"GlmTokenLogprobs", nullptr, enqueueTokenLogprobs},
         {"GlmAllReduce", workspaceAllReduce, enqueueAllReduce},
+        {"GlmAllReduceAddRmsNorm", workspaceAllReduceAddRmsNorm, enqueueAllReduceAddRmsNorm},
         {"GlmAllGatherColumns", workspaceAllGatherColumns, enqueueAllGatherColumns},
         {"GlmHeadBest", workspaceHeadBest, enqueueHeadBest},
         {"GlmBestOfRanks", workspaceBestOfRanks, enqueueBestOfRanks},

@@ -18,6 +18,21 @@ int enqueueAllReduce(Call const& call)
         call.integer("num_ranks"), call.workspace, call.workspaceBytes, call.stream);
 }
 
+size_t workspaceAllReduceAddRmsNorm(Call const& call)
+{
+    using In = slots::GlmAllReduceAddRmsNorm::In;
+    return glm_all_reduce_workspace_bytes(call.in(In::x, 0), call.in(In::x, 1), call.integer("num_ranks"));
+}
+
+int enqueueAllReduceAddRmsNorm(Call const& call)
+{
+    using In = slots::GlmAllReduceAddRmsNorm::In;
+    using Out = slots::GlmAllReduceAddRmsNorm::Out;
+    return glm_all_reduce_add_rms_norm(call.input(In::x), call.input(In::residual), call.input(In::weight),
+        call.output(Out::y), call.output(Out::sum), call.in(In::x, 0), call.in(In::x, 1), call.real("eps"),
+        call.integer("num_ranks"), call.workspace, call.workspaceBytes, call.stream);
+}
+
 size_t workspaceAllGatherColumns(Call const& call)
 {
     using In = slots::GlmAllGatherColumns::In;

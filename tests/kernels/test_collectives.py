@@ -1,10 +1,23 @@
-"""Collectives against plain sums and joins. On one card several ranks are streams that exchange through memory of that card."""
+"""Collectives against plain sums and joins. On one card several ranks are streams that exchange through memory of that card.
+
+A waiting kernel keeps its place on the card, so all blocks of all ranks must fit at once: 132 multiprocessors of 2048 threads
+hold 1056 blocks of an exchange (256 threads of 4 columns) and, for its registers, 132 rows of 6144 of the fused kernel. More
+would wait for each other for ever, which ranks on cards of their own do not. No test waits without an end: `Ranks.wait` gives
+up after some seconds, ends the kernels' waits and says which ranks were late.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Sequence
 
+# Read when the card is first used. With the usual 8 hardware queues two streams may share one, and the second rank would be
+# launched when the first is done.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+# isort: split
 import abi
 import abi_products
 import abi_rows
@@ -58,15 +71,55 @@ class Ranks:
         if status != 0:
             raise KernelError(entry, status)
 
+    def wait(self, what: str, seconds: float = 5.0) -> None:
+        """Until all ranks are done with what they were given; a test fails that takes longer, in words."""
+        end = time.monotonic() + seconds
+        while late := [rank for rank, stream in enumerate(self.streams) if not stream.query()]:
+            if time.monotonic() > end:
+                self.aborted[0] = 1
+                torch.cuda.synchronize()
+                counts = [int(calls[0]) for calls in self.calls]
+                pytest.fail(
+                    f"{what}: ranks {late} of {len(self.streams)} were not done after {seconds:g} s; with the waits "
+                    f"ended, each has counted exchanges {counts}, unfinished blocks {[int(c[1]) for c in self.calls]}"
+                )
+            time.sleep(0.0005)
+        torch.cuda.synchronize()
+
+    def exchange(self, what: str, outputs: Sequence[GuardedBuffer], enqueue: Callable[[int], None]) -> None:
+        """One call of every rank, and that nothing was written beside its outputs and the inboxes."""
+        torch.cuda.synchronize()
+        for rank in range(len(self.streams)):
+            enqueue(rank)
+        self.wait(what)
+        for buffer in (*outputs, *self.inboxes):
+            buffer.check(f"{what}: an output or an inbox")
+
     def all_reduce(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         outputs = [GuardedBuffer(tuple(x.shape), torch.bfloat16) for x in parts]
-        torch.cuda.synchronize()
-        for rank, x in enumerate(parts):
+
+        def enqueue(rank: int) -> None:
+            x = parts[rank]
             self.enqueue(rank, "glm_direct_all_reduce", x, outputs[rank].tensor, ctypes.c_int64(x.numel()))
-        torch.cuda.synchronize()
-        for buffer in (*outputs, *self.inboxes):
-            buffer.check("a sum or an inbox")
+
+        self.exchange(f"sum of {list(parts[0].shape)} over {len(parts)} ranks", outputs, enqueue)
         return [buffer.tensor for buffer in outputs]
+
+    def all_reduce_add_rms_norm(
+        self, parts: Sequence[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(y, sum) of every rank."""
+        outputs = [[GuardedBuffer(tuple(x.shape), torch.bfloat16) for _ in range(2)] for x in parts]
+
+        def enqueue(rank: int) -> None:
+            y, total = (buffer.tensor for buffer in outputs[rank])
+            sizes = [ctypes.c_int(size) for size in parts[rank].shape]
+            entry = "glm_direct_all_reduce_add_rms_norm"
+            self.enqueue(rank, entry, parts[rank], residual, weight, y, total, *sizes, ctypes.c_float(eps))
+
+        buffers = [buffer for pair in outputs for buffer in pair]
+        self.exchange(f"sum and norm of {list(parts[0].shape)} over {len(parts)} ranks", buffers, enqueue)
+        return [(y.tensor, total.tensor) for y, total in outputs]
 
 
 def bits(x: torch.Tensor) -> np.ndarray:
@@ -113,8 +166,10 @@ def abi_rows_call(entry: str, *arguments: object) -> None:
 
 @pytest.mark.gpu
 @needs_card
-@pytest.mark.parametrize(("rows", "width"), [(1, 8), (4, 6144), (42, 6144)])  # up to 504 KiB
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize(  # up to 504 KiB, and with eight ranks to what fits on one card
+    ("num_ranks", "rows", "width"),
+    [(2, 1, 8), (2, 42, 6144), (4, 4, 6144), (4, 30, 6144), (8, 1, 8), (8, 4, 6144), (8, 20, 6144)],
+)
 def test_exchanged_sums_are_the_ordered_sum_on_every_rank(num_ranks: int, rows: int, width: int) -> None:
     ranks = Ranks(num_ranks)
     for seed in range(5):  # both areas of the inboxes, and what earlier exchanges left in them
@@ -127,8 +182,47 @@ def test_exchanged_sums_are_the_ordered_sum_on_every_rank(num_ranks: int, rows: 
 
 @pytest.mark.gpu
 @needs_card
+@pytest.mark.parametrize(
+    ("num_ranks", "rows", "width"),
+    [(2, 1, 8), (2, 5, 1032), (2, 42, 6144), (2, 3, 8192), (4, 17, 2048), (5, 4, 6144), (8, 14, 6144)],
+)
+def test_the_fused_sum_has_the_bits_of_a_sum_and_then_a_residual_norm(num_ranks: int, rows: int, width: int) -> None:
+    """Rows of one and of two groups a thread, of fewer than four ranks and of more, alone and among sums on the same inboxes."""
+    ranks, eps = Ranks(num_ranks), 1e-5
+    generator = torch.Generator(device="cuda").manual_seed(11)
+    weight = torch.randn(width, device="cuda", generator=generator).bfloat16()
+    for seed in range(4):
+        parts = payloads(num_ranks, rows, width, seed)
+        residual = torch.randn(rows, width, device="cuda", generator=generator).bfloat16()
+        expected = abi_rows.add_rms_norm(ordered_sum(parts), residual, weight, eps)
+        for found in ranks.all_reduce_add_rms_norm(parts, residual, weight, eps):
+            for name, a, b in zip(("y", "sum"), found, expected, strict=True):
+                assert np.array_equal(bits(a), bits(b)), name
+        ranks.all_reduce([part[:1] for part in parts])
+    assert [calls[:2].tolist() for calls in ranks.calls] == [[8, 0]] * num_ranks
+
+
+@pytest.mark.gpu
+@needs_card
+def test_a_fused_row_has_the_same_bits_in_every_batch() -> None:
+    ranks = Ranks(3)
+    parts = payloads(3, 30, 6144, 4)
+    residual, weight = payloads(1, 30, 6144, 5)[0], payloads(1, 1, 6144, 6)[0][0, :].nan_to_num(1.0, 1.0, 1.0)
+    together = ranks.all_reduce_add_rms_norm(parts, residual, weight, 1e-5)[1]
+    for row in (1, 13, 29):
+        rows = slice(row, row + 1)
+        alone = ranks.all_reduce_add_rms_norm(
+            [part[rows].clone() for part in parts], residual[rows].clone(), weight, 1e-5
+        )
+        for a, b in zip(alone[2], together, strict=True):
+            assert np.array_equal(bits(a), bits(b[rows]))
+
+
+@pytest.mark.gpu
+@needs_card
 def test_captured_exchanges_can_be_replayed_and_run_ahead() -> None:
     """A rank that runs ahead must not overwrite what a slow one has not read."""
+    torch.cuda._sleep(1)  # loaded now: later it would wait for kernels that wait
     ranks, num_calls = Ranks(2), 200
     x = [torch.zeros(4, 6144, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     y = [torch.zeros_like(x[0]) for _ in range(2)]
@@ -147,7 +241,7 @@ def test_captured_exchanges_can_be_replayed_and_run_ahead() -> None:
                 graphs[rank].replay()
                 if rank:
                     torch.cuda._sleep(20000)
-    torch.cuda.synchronize()
+    ranks.wait(f"{num_calls} replays of a captured sum", 20)
     expected = 0.0
     a = b = torch.zeros((), dtype=torch.bfloat16)
     for _ in range(num_calls):
@@ -158,14 +252,22 @@ def test_captured_exchanges_can_be_replayed_and_run_ahead() -> None:
 
 @pytest.mark.gpu
 @needs_card
-@pytest.mark.timeout(60)
-def test_a_wait_for_a_rank_that_never_comes_can_be_aborted() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_wait_for_a_rank_that_never_comes_can_be_aborted(fused: bool) -> None:
     ranks = Ranks(2)
     x = payloads(2, 4, 6144, 0)[1]
-    ranks.enqueue(0, "glm_direct_all_reduce", x, torch.empty_like(x), ctypes.c_int64(x.numel()))
+    y, total = torch.empty_like(x), torch.empty_like(x)
+    torch.cuda.synchronize()
+    if fused:
+        sizes = (ctypes.c_int(4), ctypes.c_int(6144), ctypes.c_float(1e-5))
+        ranks.enqueue(0, "glm_direct_all_reduce_add_rms_norm", x, x, x[0], y, total, *sizes)
+    else:
+        ranks.enqueue(0, "glm_direct_all_reduce", x, y, ctypes.c_int64(x.numel()))
+    time.sleep(0.05)
     assert not ranks.streams[0].query()
     ranks.aborted[0] = 1
-    torch.cuda.synchronize()
+    ranks.wait("an aborted wait")
+    assert [int(calls[0]) for calls in ranks.calls] == [1, 0]
 
 
 @pytest.mark.gpu
@@ -180,12 +282,12 @@ def test_the_best_of_the_ranks_is_the_largest_value_and_then_the_lowest_id() -> 
         (torch.tensor(v, device="cuda"), torch.tensor(i, dtype=torch.int32, device="cuda"))
         for v, i in zip(values, ids, strict=True)
     ]
-    torch.cuda.synchronize()
-    for rank, (value, own) in enumerate(inputs):
-        ranks.enqueue(rank, "glm_direct_best_of_ranks", value, own, best[rank].tensor, ctypes.c_int(5))
-    torch.cuda.synchronize()
+    ranks.exchange(
+        "best of 5 rows over 3 ranks",
+        best,
+        lambda rank: ranks.enqueue(rank, "glm_direct_best_of_ranks", *inputs[rank], best[rank].tensor, ctypes.c_int(5)),
+    )
     for buffer in best:
-        buffer.check("best")
         assert buffer.tensor.tolist() == [12, 5, 0, 1, 9]
 
 
@@ -245,6 +347,20 @@ def test_a_group_of_one_copies() -> None:
     assert np.array_equal(bits(y.tensor), bits(x))
 
 
+@pytest.mark.gpu
+@needs_card
+def test_alone_the_fused_sum_is_a_residual_norm() -> None:
+    x, residual, weight = (payloads(1, rows, 64, seed)[0] for rows, seed in ((3, 0), (3, 1), (1, 2)))
+    y, total = (GuardedBuffer((3, 64), torch.bfloat16) for _ in range(2))
+    space = GuardedBuffer((0,), torch.uint8)
+    abi_products.call(
+        "glm_all_reduce_add_rms_norm", x, residual, weight, y.tensor, total.tensor, 3, 64, 1e-5, 1, workspace=space
+    )
+    torch.cuda.synchronize()
+    for found, expected in zip((y, total), abi_rows.add_rms_norm(x, residual, weight[0], 1e-5), strict=True):
+        assert np.array_equal(bits(found.tensor), bits(expected))
+
+
 # ---- without a card
 
 
@@ -254,9 +370,27 @@ def test_without_a_group_a_collective_says_how_to_join_one() -> None:
     assert library.glm_collectives_size() == 1 and library.glm_collectives_rank() == 0
     assert library.glm_all_reduce(null, null, 1, 64, 8, null, size, None) == -7
     assert b"belongs to a group of 1; join it first" in library.glm_kernels_last_error()
+    eps = ctypes.c_float(1e-5)
+    assert library.glm_all_reduce_add_rms_norm(null, null, null, null, null, 1, 64, eps, 8, null, size, None) == -7
+    assert library.glm_nccl_all_reduce(0, null, null, 1, 64, 8, null, size, None) == -7
     assert library.glm_collectives_abort() == 0 and library.glm_collectives_close() == 0
     assert library.glm_collectives_init(null, 3, 2) < 0
     assert b"rank 3 of 2 ranks" in library.glm_kernels_last_error()
+
+
+def test_what_does_not_fit_an_exchange_is_refused() -> None:
+    library, null = abi.load(), ctypes.c_void_p(4096)
+    memory = DirectMemory(capacity=64, rank=0, num_ranks=2)
+
+    def words(rows: int, width: int) -> bytes:
+        sizes = (ctypes.c_int(rows), ctypes.c_int(width), ctypes.c_float(1e-5), None)
+        entry = library.glm_direct_all_reduce_add_rms_norm
+        assert entry(ctypes.byref(memory), null, null, null, null, null, *sizes) == -1
+        return bytes(library.glm_kernels_last_error())
+
+    assert b"rank 0 of 2, 66 packets, expected 2 .. 8 ranks and at most 64 packets" in words(1, 264)
+    assert b"width is 8200, expected at most 8192" in words(1, 8200)
+    assert b"num_rows is 1 and width 12, expected >= 0 and a multiple of 8" in words(1, 12)
 
 
 def test_workspace_grows_with_the_rows_and_covers_smaller_calls() -> None:

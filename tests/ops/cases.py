@@ -171,6 +171,7 @@ CASES: dict[str, Callable[[np.random.Generator], Case]] = {
     ),
     "GlmShiftRows": _shift_rows,
     "GlmAllReduce": _simple("GlmAllReduce", [(5, 12)], num_ranks=1),
+    "GlmAllReduceAddRmsNorm": _simple("GlmAllReduceAddRmsNorm", [(5, 12), (5, 12), (12,)], eps=1e-5, num_ranks=1),
     "GlmAllGatherColumns": _simple("GlmAllGatherColumns", [(5, 12)], num_ranks=1),
     "GlmHeadBest": lambda rng: Case(
         "GlmHeadBest",

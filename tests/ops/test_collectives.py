@@ -84,6 +84,32 @@ def test_sums_have_the_same_bits_on_every_rank_and_add_in_rank_order() -> None:
     assert expected != 5.0, "the case depends on the order"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_sum_is_a_sum_and_then_a_residual_norm(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(7)
+    parts = [(torch.randn(5, 12, generator=generator) * 5.0**rank).to(dtype) for rank in range(3)]
+    residual, weight = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((5, 12), (12,)))
+    fused = on_ranks(
+        3,
+        lambda rank: torch.stack(OP_TABLE["GlmAllReduceAddRmsNorm"].reference(parts[rank], residual, weight, 1e-5, 3)),
+    )
+    sums = on_ranks(3, lambda rank: OP_TABLE["GlmAllReduce"].reference(parts[rank], 3))
+    for found, total in zip(fused, sums, strict=True):
+        y, with_residual = OP_TABLE["GlmAddRmsNorm"].reference(total, residual, weight, 1e-5)
+        assert torch.equal(found[0], y) and torch.equal(found[1], with_residual)
+    once = (sum(part.double() for part in parts) + residual).to(dtype)
+    assert not torch.equal(fused[0][1], once), "the case shows that the sum is rounded before the residual is added"
+
+
+def test_alone_the_fused_sum_is_a_residual_norm() -> None:
+    rng = np.random.default_rng(2)
+    arrays = [rng.standard_normal(shape).astype(np.float32) for shape in ((3, 16), (3, 16), (16,))]
+    for call in (run, reference):
+        expected = call("GlmAddRmsNorm", arrays, eps=1e-5)
+        for found, wanted in zip(call("GlmAllReduceAddRmsNorm", arrays, eps=1e-5, num_ranks=1), expected, strict=True):
+            assert_same(found.view(np.int32), wanted.view(np.int32))
+
+
 def test_columns_stand_in_rank_order() -> None:
     parts = [torch.full((2, 3), float(rank)) for rank in range(3)]
     for result in on_ranks(3, lambda rank: OP_TABLE["GlmAllGatherColumns"].reference(parts[rank], 3)):

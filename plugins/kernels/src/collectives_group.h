@@ -29,6 +29,8 @@ Group& group();
 
 // 0, or a status whose words name `entry`: the call's num_ranks is not the group's.
 int check_group(const char* entry, int num_ranks);
+// 0, or a refusal: an exchange of `count` packets a rank does not fit `memory`.
+int check_direct(const char* entry, const GlmDirectMemory& memory, int64_t count);
 // 0, or GLM_STATUS_COLLECTIVE with NCCL's words.
 int check_nccl(const char* entry, const char* what, nccl::Result result);
 

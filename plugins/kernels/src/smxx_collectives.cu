@@ -1,60 +1,29 @@
 // GlmAllReduce, GlmAllGatherColumns, GlmBestOfRanks.
 //
 // Bound: latency. A sum of 4 rows of 6144 is 48 KiB a rank; to 7 ranks in packets that is 0.7 MB, 1.8 us at 400 GB/s of
-// NVLink, behind a launch and a hop of about 2 us each. From 512 KiB on the wire counts: with all ranks' rows at every rank
-// (num_ranks - 1) payloads arrive, in two stages 2 (num_ranks - 1) / num_ranks.
-//
-// The direct path. A packet is 16 bytes: two words of payload, each followed by the number of the exchange. The receiver
-// polls the packet itself, so data and signal arrive together and nothing waits for a barrier. An inbox has two areas, used
-// in turn: exchange n + 2 overwrites n, and no rank sends n + 2 before it has received n + 1 from all, which they send after
-// their kernel of n has ended. This needs exchanges to be on one stream, whole kernels apart (no early launch).
+// NVLink, behind a launch and a hop of about 2 us each.
 #include <cuda_bf16.h>
 
 #include "collectives_group.h"
 #include "glm_kernels/collectives.h"
 #include "refusal.h"
+#include "smxx_exchange.cuh"
 #include "smxx_numeric.cuh"
 
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kOneStageBytes = 4 << 20;  // arriving at a rank; below, a second stage costs more than it saves
-
-__device__ void send_packet(uint4* to, uint2 payload, uint32_t call) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(payload.x), "r"(call), "r"(payload.y),
-               "r"(call)
-               : "memory");
-}
-
-__device__ uint2 received_payload(const uint4* from, uint32_t call, const volatile int* aborted) {
-  uint4 packet;
-  for (uint32_t tries = 1;; ++tries) {
-    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(packet.x), "=r"(packet.y), "=r"(packet.z), "=r"(packet.w)
-                 : "l"(from)
-                 : "memory");
-    if (packet.y == call && packet.w == call) break;
-    if (tries % 4096 == 0 && *aborted) break;
-  }
-  return make_uint2(packet.x, packet.z);
-}
 
 // Four bf16, added in fp32.
 struct SumPayload {
   const uint2* x;
   uint2* y;
-  float total[4];
+  glm::OrderedSum sum;
 
   __device__ uint2 own(int64_t i) const { return x[i]; }
-  __device__ void begin() { total[0] = total[1] = total[2] = total[3] = 0.f; }
-  __device__ void add(uint2 part) {
-    const float2 low = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&part.x));
-    const float2 high = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&part.y));
-    total[0] += low.x, total[1] += low.y, total[2] += high.x, total[3] += high.y;
-  }
-  __device__ void finish(int64_t i) const {
-    y[i] = glm::pack_bf16x4(make_float4(total[0], total[1], total[2], total[3]));
-  }
+  __device__ void begin() { sum = {}; }
+  __device__ void add(uint2 part) { sum.add(part); }
+  __device__ void finish(int64_t i) const { y[i] = sum.rounded(); }
 };
 
 // A value and its id as one sortable number.
@@ -77,44 +46,21 @@ struct BestPayload {
 };
 
 template <typename Payload>
-__global__ void __launch_bounds__(kThreads) exchange_kernel(GlmDirectMemory memory, Payload payload, int64_t count) {
-  const uint32_t call = *static_cast<volatile uint32_t*>(memory.calls) + 1;
-  const int64_t area = static_cast<int64_t>(call & 1) * memory.num_ranks * memory.capacity;
+__global__ void __launch_bounds__(kThreads)
+    exchange_kernel(const __grid_constant__ GlmDirectMemory memory, Payload payload, int64_t count) {
+  const uint32_t number = glm::exchange_number(memory);
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i < count) {
     const uint2 own = payload.own(i);
-    for (int step = 1; step < memory.num_ranks; ++step) {
-      const int peer = (memory.rank + step) % memory.num_ranks;
-      send_packet(static_cast<uint4*>(memory.inbox[peer]) + area + memory.rank * memory.capacity + i, own, call);
-    }
+    glm::send_to_all(memory, own, number, i);
     payload.begin();
     for (int rank = 0; rank < memory.num_ranks; ++rank) {
-      const uint4* from = static_cast<const uint4*>(memory.inbox[memory.rank]) + area + rank * memory.capacity + i;
-      payload.add(rank == memory.rank ? own : received_payload(from, call, memory.aborted));
+      const uint4* from = glm::packet_place(memory, memory.rank, rank, number, i);
+      payload.add(rank == memory.rank ? own : glm::arrived(glm::packet_at(from), from, number, memory.aborted));
     }
     payload.finish(i);
   }
-  // The last block counts the exchange: by then every block has read the old number.
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    if (atomicAdd(memory.calls + 1, 1u) == gridDim.x - 1) {
-      memory.calls[1] = 0;
-      *static_cast<volatile uint32_t*>(memory.calls) = call;
-    }
-  }
-}
-
-__global__ void __launch_bounds__(kThreads)
-    sum_parts_kernel(const uint2* parts, int64_t stride, const uint2* own, int own_rank, uint2* y, int64_t count,
-                     int num_ranks) {
-  SumPayload sum = {nullptr, y, {}};
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count;
-       i += static_cast<int64_t>(gridDim.x) * kThreads) {
-    sum.begin();
-    for (int rank = 0; rank < num_ranks; ++rank) sum.add(rank == own_rank ? own[i] : parts[rank * stride + i]);
-    sum.finish(i);
-  }
+  glm::end_exchange(memory, number);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -150,63 +96,23 @@ int copied(const char* entry, void* y, const void* x, size_t num_bytes, cudaStre
 
 template <typename Payload>
 int exchange(const char* entry, const GlmDirectMemory& memory, const Payload& payload, int64_t count, void* stream) {
-  if (memory.num_ranks < 2 || memory.num_ranks > GLM_DIRECT_MOST_RANKS || memory.rank < 0 ||
-      memory.rank >= memory.num_ranks || count < 0 || count > memory.capacity) {
-    return glm::refuse("%s: rank %d of %d, %lld packets, expected 2 .. %d ranks and at most %lld packets", entry,
-                       memory.rank, memory.num_ranks, static_cast<long long>(count), GLM_DIRECT_MOST_RANKS,
-                       static_cast<long long>(memory.capacity));
-  }
+  GLM_RETURN_IF(glm::check_direct(entry, memory, count));
   if (count == 0) return 0;
   const int blocks = static_cast<int>(glm::ceil_div(count, kThreads));
   exchange_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(memory, payload, count);
   return glm::launch_status(entry);
 }
 
-// Whether each rank sums a share of the elements and sends it round, instead of summing everything itself.
-bool has_two_stages(int64_t count, int num_ranks) {
-  return num_ranks > 2 && 2 * count * (num_ranks - 1) > kOneStageBytes && count % (8 * num_ranks) == 0;
-}
-
-int sum_parts(const char* entry, const void* parts, int64_t stride, const void* own, int own_rank, void* y,
-              int64_t count, int num_ranks, cudaStream_t stream) {
-  sum_parts_kernel<<<num_blocks(count / 4), kThreads, 0, stream>>>(
-      static_cast<const uint2*>(parts), stride / 4, static_cast<const uint2*>(own), own_rank, static_cast<uint2*>(y),
-      count / 4, num_ranks);
-  return glm::launch_status(entry);
-}
-
-int all_reduce_in_two_stages(const char* entry, const __nv_bfloat16* x, __nv_bfloat16* y, int64_t count,
-                             __nv_bfloat16* parts, cudaStream_t stream) {
-  const glm::nccl::Functions* nccl = glm::nccl::functions();
-  const glm::Group& group = glm::group();
-  const int64_t share = count / group.num_ranks;
-  GLM_RETURN_IF(glm::check_nccl(entry, "ncclGroupStart", nccl->ncclGroupStart()));
-  glm::nccl::Result result = glm::nccl::kSuccess;
-  for (int step = 1; step < group.num_ranks && result == glm::nccl::kSuccess; ++step) {
-    const int to = (group.rank + step) % group.num_ranks;
-    const int from = (group.rank + group.num_ranks - step) % group.num_ranks;
-    result = nccl->ncclSend(x + to * share, share, glm::nccl::kBfloat16, to, group.communicator, stream);
-    if (result == glm::nccl::kSuccess) {
-      result = nccl->ncclRecv(parts + from * share, share, glm::nccl::kBfloat16, from, group.communicator, stream);
-    }
-  }
-  const glm::nccl::Result ended = nccl->ncclGroupEnd();
-  GLM_RETURN_IF(glm::check_nccl(entry, "the exchange of shares", result != glm::nccl::kSuccess ? result : ended));
-  __nv_bfloat16* sum = y + group.rank * share;
-  GLM_RETURN_IF(sum_parts(entry, parts, share, x + group.rank * share, group.rank, sum, share, group.num_ranks, stream));
-  return glm::check_nccl(entry, "ncclAllGather",
-                         nccl->ncclAllGather(sum, y, share, glm::nccl::kBfloat16, group.communicator, stream));
-}
-
 }  // namespace
 
-size_t glm_all_reduce_workspace_bytes(int num_rows, int width, int num_ranks) {
-  if (num_ranks < 2 || num_rows < 1) return 0;
-  const int64_t count = static_cast<int64_t>(num_rows) * width;
-  if (!has_two_stages(count, num_ranks)) return 2 * static_cast<size_t>(count) * num_ranks;
-  // One stage of a smaller call may need more than two stages of this one.
-  const size_t one_stage = static_cast<size_t>(kOneStageBytes) / (num_ranks - 1) * num_ranks;
-  return 2 * static_cast<size_t>(count) > one_stage ? 2 * static_cast<size_t>(count) : one_stage;
+int glm::check_direct(const char* entry, const GlmDirectMemory& memory, int64_t count) {
+  if (memory.num_ranks >= 2 && memory.num_ranks <= GLM_DIRECT_MOST_RANKS && memory.rank >= 0 &&
+      memory.rank < memory.num_ranks && count >= 0 && count <= memory.capacity) {
+    return 0;
+  }
+  return glm::refuse("%s: rank %d of %d, %lld packets, expected 2 .. %d ranks and at most %lld packets", entry,
+                     memory.rank, memory.num_ranks, static_cast<long long>(count), GLM_DIRECT_MOST_RANKS,
+                     static_cast<long long>(memory.capacity));
 }
 
 int glm_all_reduce(const void* x, void* y, int num_rows, int width, int num_ranks, void* workspace,
@@ -226,17 +132,7 @@ int glm_all_reduce(const void* x, void* y, int num_rows, int width, int num_rank
   if (2 * count <= group.direct_bytes) {
     return glm_direct_all_reduce(&group.direct, x, y, count, stream);
   }
-  GLM_RETURN_IF(glm::check_workspace(entry, workspace, workspace_bytes,
-                                     glm_all_reduce_workspace_bytes(num_rows, width, num_ranks)));
-  auto* parts = static_cast<__nv_bfloat16*>(workspace);
-  if (has_two_stages(count, num_ranks)) {
-    return all_reduce_in_two_stages(entry, static_cast<const __nv_bfloat16*>(x), static_cast<__nv_bfloat16*>(y), count,
-                                    parts, cuda_stream);
-  }
-  GLM_RETURN_IF(glm::check_nccl(entry, "ncclAllGather",
-                                glm::nccl::functions()->ncclAllGather(x, parts, count, glm::nccl::kBfloat16,
-                                                                      group.communicator, cuda_stream)));
-  return sum_parts(entry, parts, count, nullptr, -1, y, count, num_ranks, cuda_stream);
+  return glm_nccl_all_reduce(GLM_SUM_BEST, x, y, num_rows, width, num_ranks, workspace, workspace_bytes, stream);
 }
 
 int glm_direct_all_reduce(const GlmDirectMemory* memory, const void* x, void* y, int64_t count, void* stream) {
@@ -251,16 +147,6 @@ int glm_direct_all_reduce(const GlmDirectMemory* memory, const void* x, void* y,
 int glm_direct_best_of_ranks(const GlmDirectMemory* memory, const float* value, const int32_t* ids, int32_t* best,
                              int num_rows, void* stream) {
   return exchange("glm_direct_best_of_ranks", *memory, BestPayload{value, ids, best, 0}, num_rows, stream);
-}
-
-int glm_sum_parts(const void* parts, void* y, int64_t count, int num_ranks, void* stream) {
-  const char* entry = "glm_sum_parts";
-  if (count < 0 || count % 8 != 0 || num_ranks < 1) {
-    return glm::refuse("%s: count %lld, num_ranks %d, expected a multiple of 8 and >= 1", entry,
-                       static_cast<long long>(count), num_ranks);
-  }
-  if (count == 0) return 0;
-  return sum_parts(entry, parts, count, nullptr, -1, y, count, num_ranks, static_cast<cudaStream_t>(stream));
 }
 
 size_t glm_all_gather_columns_workspace_bytes(int num_rows, int width, int num_ranks) {

@@ -6,15 +6,12 @@
 #include <cuda_bf16.h>
 
 #include "bf16_vector.cuh"
-#include "block_sum.cuh"
 #include "refusal.h"
+#include "rms_row.cuh"
 
 namespace {
 
 using glm::Bf16x8;
-using glm::block_sum;
-
-constexpr int kMaxWidth = 16384;
 
 // One block a row; each thread keeps its kVectors groups of 8 columns in registers between the two passes.
 template <int kVectors, bool kAdd>
@@ -25,38 +22,18 @@ __global__ void rms_norm_kernel(const __nv_bfloat16* x, const __nv_bfloat16* res
   const int64_t row = blockIdx.x;
   const __nv_bfloat16* input = x + row * row_width + column_offset;
   float values[kVectors][8];
-  float squares = 0.f;
+  Bf16x8 gain[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    const int column = (v * blockDim.x + threadIdx.x) * 8;
-    if (column < width) {
-      Bf16x8 loaded = Bf16x8::load(input + column);
-      loaded.to_float(values[v]);
-      if (kAdd) {
-        float other[8];
-        Bf16x8::load(residual + row * width + column).to_float(other);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) values[v][i] += other[i];
-        const Bf16x8 rounded = Bf16x8::from_float(values[v]);
-        rounded.store(sum + row * width + column);
-        rounded.to_float(values[v]);
-      }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) squares += values[v][i] * values[v][i];
+    const int column = glm::group_column(v);
+    if (column >= width) continue;
+    gain[v] = Bf16x8::load(weight + column);
+    Bf16x8::load(input + column).to_float(values[v]);
+    if (kAdd) {
+      glm::add_residual(values[v], Bf16x8::load(residual + row * width + column), sum + row * width + column);
     }
   }
-  const float scale = rsqrtf(block_sum(squares, scratch) / width + eps);
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    const int column = (v * blockDim.x + threadIdx.x) * 8;
-    if (column < width) {
-      float gain[8];
-      Bf16x8::load(weight + column).to_float(gain);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) values[v][i] = values[v][i] * scale * gain[i];
-      Bf16x8::from_float(values[v]).store(out + row * width + column);
-    }
-  }
+  glm::store_normalised(values, gain, out + row * width, width, eps, scratch);
 }
 
 __global__ void silu_mul_kernel(const __nv_bfloat16* x, __nv_bfloat16* out, int64_t num_vectors, int vectors_per_row) {
@@ -77,9 +54,9 @@ __global__ void silu_mul_kernel(const __nv_bfloat16* x, __nv_bfloat16* out, int6
 template <bool kAdd>
 int launch_norm(const char* entry, const void* x, const void* residual, const void* weight, void* out, void* sum,
                 int num_rows, int row_width, int column_offset, int width, float eps, void* stream) {
-  if (num_rows < 0 || width < 8 || width > kMaxWidth || width % 8 != 0) {
+  if (num_rows < 0 || width < 8 || width > glm::kMostNormWidth || width % 8 != 0) {
     return glm::refuse("%s: num_rows is %d and width %d, expected >= 0 and a multiple of 8 from 8 to %d", entry,
-                       num_rows, width, kMaxWidth);
+                       num_rows, width, glm::kMostNormWidth);
   }
   if (row_width % 8 != 0 || column_offset < 0 || column_offset % 8 != 0 || column_offset + width > row_width) {
     return glm::refuse("%s: columns %d .. %d of rows %d wide, expected multiples of 8 inside the row", entry,
@@ -93,21 +70,15 @@ int launch_norm(const char* entry, const void* x, const void* residual, const vo
     GLM_RETURN_IF(glm::check_pointer(entry, "residual", residual, 16));
     GLM_RETURN_IF(glm::check_pointer(entry, "sum", sum, 16));
   }
-  const int vectors = width / 8;
-  int threads = (int)glm::align_up(vectors, 32);
-  int per_thread = 1;
-  while (threads > (per_thread == 1 ? 512 : 1024) || (threads > 256 && per_thread < 2)) {
-    per_thread *= 2;
-    threads = (int)glm::align_up(glm::ceil_div(vectors, per_thread), 32);
-  }
+  const glm::RowLayout layout = glm::row_layout(width);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const auto launch = [&](auto kernel) {
-    kernel<<<num_rows, threads, 0, cuda_stream>>>(
+    kernel<<<num_rows, layout.threads, 0, cuda_stream>>>(
         static_cast<const __nv_bfloat16*>(x), static_cast<const __nv_bfloat16*>(residual),
         static_cast<const __nv_bfloat16*>(weight), static_cast<__nv_bfloat16*>(out), static_cast<__nv_bfloat16*>(sum),
         row_width, column_offset, width, eps);
   };
-  if (per_thread == 1) {
+  if (layout.per_thread == 1) {
     launch(rms_norm_kernel<1, kAdd>);
   } else {
     launch(rms_norm_kernel<2, kAdd>);

@@ -47,8 +47,9 @@ def test_every_node_of_a_rank_is_a_plugin(
     options = ExportOptions(dialect="device", dtype=dtype, speculation=DRAFTS, parallel=parallel)
     manifest = export_checkpoint(NANO, tmp_path / "artifact", options)
     layers = manifest.config.num_hidden_layers
-    # Two sums a layer, the draft layer at each of three steps; a (value, id) pair a draft; the target's logits.
-    assert manifest.ops["GlmAllReduce"] == 2 * (layers + 3)
+    # Two sums a layer with the norms that read them, the draft layer at each of three steps; a (value, id) pair a draft; the
+    # target's logits.
+    assert manifest.ops["GlmAllReduceAddRmsNorm"] == 2 * (layers + 3)
     assert (manifest.ops["GlmBestOfRanks"], manifest.ops["GlmAllGatherColumns"]) == (3, 1)
     assert check(tmp_path / "artifact", manifest, profile).plan_bytes < 16e6
 
@@ -75,6 +76,6 @@ def test_the_whole_model_for_eight_ranks(tmp_path: Path, capsys: pytest.CaptureF
             f"{report.plan_bytes / 1e6:.1f} MB, scratch {report.activation_bytes / 1e9:.2f} GB a rank"
         )
     assert held == planned.ranks[0].target_weights + planned.ranks[0].draft_weights
-    assert manifest.ops["GlmAllReduce"] == 2 * (78 + 3)
+    assert manifest.ops["GlmAllReduceAddRmsNorm"] == 2 * (78 + 3)
     # The caches are whole on every rank, 29 GB at this profile; scratch memory holds no copy of one.
     assert report.activation_bytes < 2.9e9

@@ -1,9 +1,10 @@
 // What tensor-parallel ranks say to each other: sums, gathered columns, the best of a split vocabulary.
 //
-// Owns: GlmAllReduce, GlmAllGatherColumns, GlmHeadBest, GlmBestOfRanks, and the process's place in its group. One process
-// drives one card. Large payloads go through NCCL, whose library (libnccl.so.2) is opened by the first call that needs it:
-// this library loads without it. Payloads up to 512 KiB a rank (292 KiB with eight ranks) between cards of one host that can
-// write into each other's memory, which is tried when the group is joined, go through a kernel of ours: one launch, one hop.
+// Owns: GlmAllReduce, GlmAllReduceAddRmsNorm, GlmAllGatherColumns, GlmHeadBest, GlmBestOfRanks, and the process's place in
+// its group. One process drives one card. Large payloads go through NCCL, whose library (libnccl.so.2) is opened by the
+// first call that needs it: this library loads without it. Payloads up to 512 KiB a rank (292 KiB with eight ranks) between
+// cards of one host that can write into each other's memory, which is tried when the group is joined, go through a kernel
+// of ours: one launch, one hop.
 //
 // Sums are added in rank order in fp32 and rounded once, so every rank has the same bits, and a row has the same bits in
 // every batch. All ranks must make the same calls in the same order on one stream. Capturable in a CUDA graph once a
@@ -51,6 +52,17 @@ int glm_all_reduce(const void* x, void* y, int num_rows, int width, int num_rank
                    size_t workspace_bytes, void* stream);
 size_t glm_all_reduce_workspace_bytes(int num_rows, int width, int num_ranks);
 
+// glm_all_reduce of x, and with its result glm_add_rms_norm (norm.h): the same bits, in one kernel where the sum is small
+// enough for the direct path. Workspace: glm_all_reduce_workspace_bytes.
+//   x         bf16 [num_rows, width]  in   this rank's part; width as in norm.h
+//   residual  bf16 [num_rows, width]  in   the same on every rank
+//   weight    bf16 [width]            in
+//   y         bf16 [num_rows, width]  out  may be x itself
+//   sum       bf16 [num_rows, width]  out  bf16(all ranks' x) + residual; may be residual itself
+int glm_all_reduce_add_rms_norm(const void* x, const void* residual, const void* weight, void* y, void* sum,
+                                int num_rows, int width, float eps, int num_ranks, void* workspace,
+                                size_t workspace_bytes, void* stream);
+
 //   x  f32 [num_rows, width]              in   width a multiple of 4
 //   y  f32 [num_rows, num_ranks * width]  out  columns rank * width .. are that rank's x
 int glm_all_gather_columns(const float* x, float* y, int num_rows, int width, int num_ranks, void* workspace,
@@ -87,9 +99,26 @@ typedef struct {
 
 // One exchange: count elements of glm_all_reduce, a multiple of 8, at most 4 * capacity.
 int glm_direct_all_reduce(const GlmDirectMemory* memory, const void* x, void* y, int64_t count, void* stream);
+// One exchange: num_rows of glm_all_reduce_add_rms_norm, width at most 8192, num_rows * width at most 4 * capacity.
+int glm_direct_all_reduce_add_rms_norm(const GlmDirectMemory* memory, const void* x, const void* residual,
+                                       const void* weight, void* y, void* sum, int num_rows, int width, float eps,
+                                       void* stream);
 // One exchange: num_rows of glm_best_of_ranks, at most capacity.
 int glm_direct_best_of_ranks(const GlmDirectMemory* memory, const float* value, const int32_t* ids, int32_t* best,
                              int num_rows, void* stream);
+
+// ---- sums through NCCL by themselves, whatever their size; the same bits on every path
+
+typedef enum {
+  GLM_SUM_BEST,    // what glm_all_reduce takes beyond the direct path
+  GLM_SUM_GATHER,  // NCCL's all-gather of whole parts, added by every rank
+  GLM_SUM_SWAP,    // whole parts from each rank to each, added by every rank
+  GLM_SUM_SHARES,  // each rank adds its share, then an all-gather; num_rows * width a multiple of 8 * num_ranks
+} GlmSumPath;
+
+// Arguments as in glm_all_reduce, num_ranks >= 2; workspace bf16 [num_ranks, num_rows, width], shares [num_rows, width].
+int glm_nccl_all_reduce(GlmSumPath path, const void* x, void* y, int num_rows, int width, int num_ranks, void* workspace,
+                        size_t workspace_bytes, void* stream);
 
 // ---- the local halves of the above, which need no group
 
