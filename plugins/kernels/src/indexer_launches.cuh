@@ -11,13 +11,13 @@ namespace glm {
 
 // What a call brings from one launch to the next, in the caller's workspace.
 struct IndexerWorkspace {
-  void* q;        // bf16 or e4m3 [num_rows, num_heads, indexer_q_width], turned and rounded; bf16 heads in fragment order
+  void* q;        // bf16 (in fragment order) or e4m3 [num_rows, num_heads, indexer_q_width], turned and rounded
   float* gates;   // f32 [num_rows, num_heads]: gate * num_heads^-0.5 * head_dim^-0.5 [* scale of the quantised head]
   float* scores;  // f32 [rows of a block, 64 * pages_per_request]
 };
 
 // bf16 heads of q lie in the order in which a thread of the score kernel needs them: within 32 lanes, the lanes 8 c + 2 w
-// and the next, for c = 0 .. 3, are the 16 bytes of quad thread w. Heads are padded with zeros to whole groups of 32 lanes.
+// and the next, for c = 0 .. 3, are the 16 bytes of quad thread w. Zeros pad a head to whole groups of 32 lanes.
 __host__ __device__ constexpr int indexer_q_place(int lane) {
   return lane / 32 * 32 + lane % 8 / 2 * 8 + lane % 32 / 8 * 2 + lane % 2;
 }
