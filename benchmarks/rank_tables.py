@@ -1,0 +1,162 @@
+#!/usr/bin/env python3
+"""The tables of docs/eight-gpus.md that come from measurements: between its marks, from the JSON files in benchmarks/results.
+
+    python benchmarks/rank_tables.py           print the sections
+    python benchmarks/rank_tables.py --write   put them into the page; after a new run, that is all there is to do
+
+Sections: `sums` (sums between two cards, by size), `slice` (a slice of GLM-5.2 on one and on two cards), `ids` (whose ids part
+where), `nano` (the embedded model), `projection` (project_ranks.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import project_ranks
+from project_ranks import document, line
+
+PAGE = Path(__file__).parents[1] / "docs" / "eight-gpus.md"
+SPLITS = ("one", "columns", "experts")
+
+
+def sums_table() -> str:
+    """Microseconds of a sum of [rows, 6144] between two cards, by path."""
+    names = {
+        "direct": "sum, direct",
+        "gathered": "sum, gather",
+        "swapped": "sum, swap",
+        "in shares": "sum, shares",
+    }
+    times = project_ranks.sums()
+    rows = document(project_ranks.SUMS_FILE)["rows"]
+    rivals = {(row["kernel"], row["shape"]): row["rival_us"] for row in rows}
+    lines = [
+        line("rows", [*names, "NCCL's all-reduce", "sum and norm, as a step runs them", "the two apart"]),
+        "|---" * 8 + "|",
+    ]
+    for count in sorted({count for _, count in times}):
+        shape = f"2 x [{count}, {project_ranks.HIDDEN}]"
+        keys = [*((name, count) for name in names.values())]
+        cells = [f"{times[key]:.1f}" if key in times else "-" for key in keys]
+        cells.append(f"{rivals['sum, gather', shape]:.1f}")
+        fused = times.get(("sum and norm", count))
+        cells += [f"{fused:.1f}", f"{rivals['sum and norm', shape]:.1f}"] if fused else ["-", "-"]
+        lines.append(line(f"{count:,}", cells))
+    return "\n".join(lines) + "\n"
+
+
+def split_of(row: Mapping[str, Any]) -> str:
+    """Which of SPLITS a row of the slice is."""
+    return "one" if row["ranks"] == 1 else SPLITS[1 + row["expert_parallel"]]
+
+
+def slice_table() -> str:
+    """Step times of the slice, the roofline of a rank, and prefill."""
+    found = {(split_of(row), row["batch"]): row for row in document(project_ranks.SLICE_FILE)["rows"]}
+    batches = sorted({batch for _, batch in found})
+    lines = [
+        line(
+            "batch",
+            ["one card, ms", "two by columns, ms", "two by experts, ms", "one over columns", "roofline of a rank"],
+        ),
+        "|---" * 6 + "|",
+    ]
+    for batch in batches:
+        steps = [found[name, batch]["step_ms"] for name in SPLITS]
+        roofline = found["columns", batch]["roofline_ms"]
+        cells = [*(f"{step:.2f}" for step in steps), f"{steps[0] / steps[1]:.2f}"]
+        lines.append(line(str(batch), [*cells, f"{roofline:.2f} ms, {100 * roofline / steps[1]:.0f} % by columns"]))
+    ahead = [found[name, batch].get("step_ms_launched_ahead") for name in SPLITS[:2] for batch in batches]
+    if all(ahead):
+        texts = [" / ".join(f"{time:.2f}" for time in ahead[i : i + len(batches)]) for i in (0, len(batches))]
+        lines += [
+            "",
+            f"Launched ahead, batch {' / '.join(map(str, batches))}: {texts[0]} ms on one card, {texts[1]} ms by columns.",
+        ]
+    prefill = [statistics.median(found[name, batch]["prefill_tokens_per_s"] for batch in batches) for name in SPLITS]
+    words = "Prefill of one 8k prompt, tokens/s: "
+    words += f"{prefill[0]:,.0f} on one card, {prefill[1]:,.0f} by columns, {prefill[2]:,.0f} by experts."
+    return "\n".join([*lines, "", words]) + "\n"
+
+
+def ids_table() -> str:
+    """After how many greedy ids requests of two runs of the slice part."""
+    found = document(project_ranks.SLICE_FILE)["ids"]
+    lines = [
+        line("compared", ["requests", "equal", "ids before they part", "nats between the two likeliest there"]),
+        "|---" * 5 + "|",
+    ]
+
+    def add(name: str, of: Mapping[str, Any]) -> None:
+        places, margins = of["parted_after"], of["margins"]
+        cells = [f"{min(places)} to {max(places)}, median {statistics.median(places):g}"] if places else ["-"]
+        cells += [f"{min(margins):.3f} to {max(margins):.3f}"] if margins else ["-"]
+        lines.append(line(name, [str(of["requests"]), str(of["equal"]), *cells]))
+
+    add("one card against itself: batch 8, the same in batch 32", found["own"]["8"])
+    for name in SPLITS[1:]:
+        for batch in ("8", "32"):
+            add(f"one card, two by {name}, batch {batch}", found[name][batch])
+    return "\n".join(lines) + "\n"
+
+
+def nano_table() -> str:
+    """Exams and step times of the embedded model."""
+    found = document("nano-2xh200.json")
+    lines = [
+        line(
+            "weights",
+            ["ids as on one card: columns, experts", "ms one card", "by columns", "by experts", "calls in a row"],
+        ),
+        "|---" * 6 + "|",
+    ]
+    for run in [*found["runs"], *found.get("earlier_runs", [])]:
+        steps = [" / ".join(f"{run['step_ms'][name][batch]:.2f}" for batch in ("1", "4", "16")) for name in SPLITS]
+        equal = ", ".join(f"{42 - len(run['differences'][name])} of 42" for name in SPLITS[1:])
+        calls = min(run["long_calls"][name] for name in SPLITS[1:])
+        lines.append(line(run["dtype"], [equal, *steps, f"{calls:,}"]))
+    return "\n".join(lines) + "\n"
+
+
+SECTIONS = {
+    "sums": sums_table,
+    "slice": slice_table,
+    "ids": ids_table,
+    "nano": nano_table,
+    "projection": project_ranks.table,
+}
+
+
+def _filled(text: str, mark: re.Match[str]) -> str:
+    return f"{mark[1]}{text}{mark[2]}"
+
+
+def rewritten(page: str) -> str:
+    """The page with every section anew."""
+    for name, section in SECTIONS.items():
+        mark = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.S)
+        text = section()
+        page, count = mark.subn(partial(_filled, text), page)
+        if count != 1:
+            raise ValueError(f"{PAGE.name} has {count} sections {name}, expected 1")
+    return page
+
+
+def main() -> None:
+    """See the module's docstring."""
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--write", action="store_true")
+    if not cli.parse_args().write:
+        print("\n".join(section() for section in SECTIONS.values()), end="")
+        return
+    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
