@@ -293,10 +293,10 @@ def view_module(entry: WeightEntry) -> str:
 
 def one_thread_rate(view: CheckpointView, entry: WeightEntry) -> float:
     """GB/s of output over the first chunks, after one that brings code and files into memory."""
-    memory = np.empty(STAGING_BYTES, np.uint8)
+    first, *others = chunks = list(islice(weight_chunks(view, entry, STAGING_BYTES), 5))
+    memory = np.empty(max(chunk.num_bytes for chunk in chunks), np.uint8)  # one may be larger than asked for
     with FileReader() as reader:
         writer = ChunkWriter(reader)
-        first, *others = islice(weight_chunks(view, entry, STAGING_BYTES), 5)
         writer.write(first, memory[: first.num_bytes])
         start = time.perf_counter()
         for chunk in others or [first]:

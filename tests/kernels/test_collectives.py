@@ -333,7 +333,11 @@ def test_best_of_a_slice_agrees_with_the_whole_head(num_rows: int, vocab: int, v
         for buffer in (value, ids, space):
             buffer.check("head best")
         own = logits[:, rank * share : (rank + 1) * share]
-        assert_close(value.tensor, own.max(1).values.double(), 1e-5, "value")
+        best = own.max(1).values
+        counts = best.isfinite()  # a slice past the vocabulary holds nothing
+        assert torch.equal(value.tensor[~counts], best[~counts]), rank
+        if counts.any():
+            assert_close(value.tensor[counts][:, None], best[counts][:, None].double(), 1e-5, "value")
         assert torch.equal(ids.tensor.long() - rank * share, own.argmax(1)), rank
 
 
