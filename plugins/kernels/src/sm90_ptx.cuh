@@ -118,6 +118,31 @@ __device__ __forceinline__ float load_cluster_float(uint32_t address) {
   return value;
 }
 
+// The same value, which the compiler keeps instead of computing it again in every turn of a loop.
+__device__ __forceinline__ uint32_t in_register(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+__device__ __forceinline__ const uint8_t* in_register(const uint8_t* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
+
+__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load_shared_2(uint32_t address) {
+  uint16_t value;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
+  return value;
+}
+
 // Four 8x8 matrices of 16-bit values; lane l names the 16-byte row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&fragments)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -134,6 +159,16 @@ __device__ __forceinline__ void multiply_16x8x16(float* sum, uint32_t a0, uint32
       "{%0, %1, %2, %3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Registers of a thread from here on, for all of a warpgroup: fewer than at the launch, or more once others gave theirs.
+template <int kCount>
+__device__ __forceinline__ void keep_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
 __device__ __forceinline__ void warpgroup_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -5,7 +5,8 @@
 // HBM delivers it, so nothing but bytes in flight matters: two CTAs an SM with rings of 4..6 stages of 16 KB of
 // weights. Many tokens: 2 * tokens * rows * k operations at 790 TFLOP/s (BF16) or 1.4 PFLOP/s (FP8).
 //
-// Roles. Warps 0-3 and 4-7 are two consumer warpgroups (64 weight rows each), warp 8 fills the ring. A stage holds one
+// Roles. Warps 0-3 and 4-7 are two consumer warpgroups (64 weight rows each), warp 8 fills the ring (warps 9-11, where
+// there are any, only complete its warpgroup). A stage holds one
 // K step: 128 bytes of K of every weight row, the same K of the tokens, and scales. The copy engine zero-fills beyond
 // the tensors' ends, so K and row tails need no masks on the way in; the writers mask on the way out.
 //
@@ -35,7 +36,6 @@
 namespace glm {
 
 constexpr int kTileRows = 128;
-constexpr int kStreamThreads = 288;
 constexpr int kConsumerThreads = 256;
 constexpr int kWeightStageBytes = kTileRows * 128;
 constexpr int kMaxScaleSteps = 256;  // fp8 weight scales of one tile kept in shared memory: K up to 32768
@@ -73,6 +73,9 @@ struct StreamShape {
   static constexpr bool kShareSm = kTokens <= 64 && !(kNvfp4 && kTokens > 32);
   static constexpr int kCtasPerSm = kShareSm ? 2 : 1;
   static constexpr int kRingBudget = (kShareSm ? 113 : 226) * 1024 - 7 * 1024;
+  // The widest NVFP4 tile needs more registers than an even share: the producer is a warpgroup that gives its own away.
+  static constexpr bool kMovesRegisters = kNvfp4 && kTokens == 128;
+  static constexpr int kThreads = kMovesRegisters ? 384 : 288;
   static constexpr int kFitting = kRingBudget / kStageBytes;
   static constexpr int kStages = kFitting > 8 ? 8 : kFitting;
   static constexpr int kTokenOffset = kStages * kWeightStageBytes;
@@ -131,30 +134,42 @@ __device__ __forceinline__ int weight_row(const StreamParameters& p, bool glu, i
   return (r & 8) ? p.rows + column : column;
 }
 
-// NVFP4 scales of one stage: 16 bytes (256 columns) for each tile row, by all lanes of the producer warp.
-__device__ __forceinline__ void load_packed_scales(const StreamParameters& p, const StreamJob& job, bool glu, int step,
-                                                   uint32_t target, uint8_t* target_pointer, uint32_t barrier) {
-  const int lane = threadIdx.x % 32;
-  const int all_rows = glu ? 2 * p.rows : p.rows;
-  const int row_bytes = p.k / 16;
-  const int valid_bytes = min(16, row_bytes - step * 16);
-  for (int r = lane; r < kTileRows; r += 32) {
+// NVFP4 scales: 16 bytes (256 columns) a stage for each tile row, by all lanes of the producer warp.
+constexpr int kScaleRowsPerLane = kTileRows / 32;
+
+// Where the scales of this lane's rows begin; null past the last row, whose weights are zero.
+__device__ __forceinline__ void find_scale_rows(const StreamParameters& p, const StreamJob& job, bool glu,
+                                                const uint8_t* (&rows)[kScaleRowsPerLane]) {
+  const int64_t first = static_cast<int64_t>(job.expert) * (glu ? 2 * p.rows : p.rows);
+#pragma unroll
+  for (int i = 0; i < kScaleRowsPerLane; ++i) {
+    const int r = threadIdx.x % 32 + 32 * i;
     const int column = glu ? job.row_tile * (kTileRows / 2) + (r >> 4) * 8 + (r & 7) : job.row_tile * kTileRows + r;
-    if (column >= p.rows) continue;  // the weights there are zero
-    const uint8_t* source =
-        p.packed_scale +
-        (static_cast<int64_t>(job.expert) * all_rows + weight_row(p, glu, job.row_tile, r)) * row_bytes + step * 16;
-    if (row_bytes % 16 == 0) {
-      copy_async_16(target + r * 16, source);
-    } else {
-      for (int i = 0; i < valid_bytes; ++i) target_pointer[r * 16 + i] = source[i];
+    const int64_t row = first + weight_row(p, glu, job.row_tile, r);
+    rows[i] = in_register(column < p.rows ? p.packed_scale + row * (p.k / 16) : nullptr);
+  }
+}
+
+__device__ __forceinline__ void load_packed_scales(const StreamParameters& p,
+                                                   const uint8_t* const (&rows)[kScaleRowsPerLane], int step,
+                                                   uint32_t target, uint8_t* target_pointer, uint32_t barrier) {
+  const int lane = threadIdx.x % 32, row_bytes = p.k / 16;
+  if (row_bytes % 16 == 0) {
+#pragma unroll
+    for (int i = 0; i < kScaleRowsPerLane; ++i) {
+      if (rows[i] != nullptr) copy_async_16(target + (lane + 32 * i) * 16, rows[i] + step * 16);
+    }
+    barrier_arrive_after_copies(barrier);
+    return;
+  }
+  const int valid_bytes = min(16, row_bytes - step * 16);
+#pragma unroll
+  for (int i = 0; i < kScaleRowsPerLane; ++i) {
+    for (int byte = 0; rows[i] != nullptr && byte < valid_bytes; ++byte) {
+      target_pointer[(lane + 32 * i) * 16 + byte] = rows[i][step * 16 + byte];
     }
   }
-  if (row_bytes % 16 == 0) {
-    barrier_arrive_after_copies(barrier);
-  } else {
-    barrier_arrive(barrier);
-  }
+  barrier_arrive(barrier);
 }
 
 template <WeightFormat kFormat, int kTokens>
@@ -166,6 +181,8 @@ __device__ __forceinline__ void produce(const StreamParameters& p, const StreamJ
   const int num_steps = job.end_step - job.first_step;
   const int element_step = Shape::kNvfp4 ? Shape::kStepK / 2 : Shape::kStepK;  // in elements of the weight map
   if (!Shape::kNvfp4 && lane != 0) return;
+  const uint8_t* scale_rows[kScaleRowsPerLane];
+  if (Shape::kNvfp4) find_scale_rows(p, job, glu, scale_rows);
 
   auto load_weights = [&](int i) {
     const int stage = i % Shape::kStages, step = job.first_step + i;
@@ -178,7 +195,7 @@ __device__ __forceinline__ void produce(const StreamParameters& p, const StreamJ
     }
     if (Shape::kNvfp4) {
       const int offset = Shape::kScaleOffset + stage * Shape::kScaleStageBytes;
-      load_packed_scales(p, job, glu, step, base + offset, shared + offset, full + stage * 8);
+      load_packed_scales(p, scale_rows, step, base + offset, shared + offset, full + stage * 8);
     }
   };
   auto load_tokens = [&](int i) {
@@ -278,6 +295,8 @@ __device__ __forceinline__ void consume_fp8(const StreamJob& job, uint32_t base,
   }
 }
 
+// Two sums, of the even and of the odd 16-byte chunks of K, as in consume_nvfp4_few: a row keeps its bits in tiles of
+// any width.
 template <int kTokens>
 __device__ __forceinline__ void consume_nvfp4(const StreamJob& job, uint32_t base, const uint8_t* shared,
                                               float (&sum)[kTokens / 2]) {
@@ -286,14 +305,15 @@ __device__ __forceinline__ void consume_nvfp4(const StreamJob& job, uint32_t bas
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int tile_row = (threadIdx.x / 32) * 16 + g;
   const int num_steps = job.end_step - job.first_step;
+  float odd_sum[kTokens / 2];
   for (int i = 0, stage = 0, phase = 0; i < num_steps; ++i) {
     barrier_wait(full + stage * 8, phase);
     const uint8_t* packed = shared + stage * kWeightStageBytes + tile_row * 128;
     const uint8_t* scale = shared + Shape::kScaleOffset + stage * Shape::kScaleStageBytes + tile_row * 16 + t * 4;
     const uint32_t tokens = base + Shape::kTokenOffset + stage * Shape::kTokenStageBytes;
-    uint32_t scales[2][4];  // rows g and g + 8: four scales of 16 columns, each as a bf16 pair
-    expand_scales(*reinterpret_cast<const uint32_t*>(scale), scales[0]);
-    expand_scales(*reinterpret_cast<const uint32_t*>(scale + 8 * 16), scales[1]);
+    uint32_t low_scales[2], high_scales[2];  // rows g and g + 8: four scales of 16 columns
+    expand_scales(*reinterpret_cast<const uint32_t*>(scale), low_scales);
+    expand_scales(*reinterpret_cast<const uint32_t*>(scale + 8 * 16), high_scales);
     uint32_t a[2][8];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -309,8 +329,11 @@ __device__ __forceinline__ void consume_nvfp4(const StreamJob& job, uint32_t bas
         uint32_t (&fragment)[8] = a[q % 2];
         if (q >= 2) warpgroup_wait<1>();  // the products that read this half of the registers are done
         uint32_t row_low[4], row_high[4];
-        decode_e2m1x8(low_words[w], scales[0][q / 2], row_low);
-        decode_e2m1x8(high_words[w], scales[1][q / 2], row_high);
+        const auto scale_of = [&](const uint32_t (&scales)[2]) {
+          return half == 0 ? low_twice(scales[w / 2]) : high_twice(scales[w / 2]);
+        };
+        decode_e2m1x8(low_words[w], scale_of(low_scales), row_low);
+        decode_e2m1x8(high_words[w], scale_of(high_scales), row_high);
 #pragma unroll
         for (int s = 0; s < 2; ++s) {
           fragment[4 * s + 0] = row_low[2 * s];
@@ -323,7 +346,7 @@ __device__ __forceinline__ void consume_nvfp4(const StreamJob& job, uint32_t bas
         for (int s = 0; s < 2; ++s) {
           const int k16 = 2 * q + s;
           const uint64_t b = swizzled_descriptor(tokens + (k16 / 4) * Shape::kTokenSliceBytes) + (k16 % 4) * 2;
-          StreamMma<kTokens>::wgmma_bf16_reg(sum, fragment + 4 * s, b, i > 0 || q > 0 || s > 0);
+          StreamMma<kTokens>::wgmma_bf16_reg(half == 0 ? sum : odd_sum, fragment + 4 * s, b, i > 0 || w > 0 || s > 0);
         }
         warpgroup_commit();
       }
@@ -333,57 +356,86 @@ __device__ __forceinline__ void consume_nvfp4(const StreamJob& job, uint32_t bas
     if (lane == 0) barrier_arrive(empty + stage * 8);
     if (++stage == Shape::kStages) stage = 0, phase ^= 1;
   }
+#pragma unroll
+  for (int i = 0; i < kTokens / 2; ++i) sum[i] += odd_sum[i];
 }
 
 // Few tokens: warp-level products of 16 rows. A warpgroup product of 8 or 16 tokens costs the tensor core as much as
 // one of 32 when the weights come from registers, and its fences would stall the decoding.
+//
+// A warp takes 32 rows and every second 16-byte chunk of K, so that token fragments serve two products; what it needs of
+// a stage it holds in registers before it decodes, and hands the stage back. At the end the two warps of 32 rows
+// exchange 16 of them.
 template <int kTokens>
-__device__ __forceinline__ void consume_nvfp4_few(const StreamJob& job, uint32_t base, const uint8_t* shared,
+__device__ __forceinline__ void consume_nvfp4_few(const StreamJob& job, uint32_t base, uint8_t* shared,
                                                   float (&sum)[kTokens / 2]) {
   using Shape = StreamShape<WeightFormat::kNvfp4, kTokens>;
-  const uint32_t full = base + Shape::kBarrierOffset, empty = full + Shape::kStages * 8;
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int tile_row = (threadIdx.x / 32) * 16 + g;
+  const uint32_t full = in_register(base + Shape::kBarrierOffset), empty = full + Shape::kStages * 8;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int half = warp % 2, first_row = warp / 2 * 32 + g;  // rows first_row + 0, 8, 16, 24
+  // Lane t owns columns 64 t .. 64 t + 63 of the step, half of them here: chunk 2 t + half of the swizzled row.
+  const uint32_t packed = in_register(base + first_row * 128 + ((2 * t + half) ^ g) * 16);
+  const uint32_t scales = in_register(base + Shape::kScaleOffset + first_row * 16 + t * 4 + half * 2);
+  // This lane's row of the token fragments: 8 lanes name the 8 tokens of one 8x8 matrix, 4 matrices a load.
+  const uint32_t tokens = base + Shape::kTokenOffset + 2 * half * Shape::kTokenSliceBytes + (lane % 8) * 128;
+  const uint32_t even_chunk = ((lane / 8) ^ (lane % 8)) * 16;
+  const uint32_t even_tokens = in_register(tokens + even_chunk), odd_tokens = in_register(tokens + (even_chunk ^ 64));
+  const bool releases = in_register(lane) == 0;
   const int num_steps = job.end_step - job.first_step;
-#pragma unroll
-  for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0.f;
+  float sums[2][kTokens / 2] = {};  // of 16 rows each
   for (int i = 0, stage = 0, phase = 0; i < num_steps; ++i) {
     barrier_wait(full + stage * 8, phase);
-    const uint8_t* packed = shared + stage * kWeightStageBytes + tile_row * 128;
-    const uint8_t* scale = shared + Shape::kScaleOffset + stage * Shape::kScaleStageBytes + tile_row * 16 + t * 4;
-    // This lane's row of the token fragments: 8 lanes name the 8 tokens of one 8x8 matrix, 4 matrices a load.
-    const uint32_t token_row = base + Shape::kTokenOffset + stage * Shape::kTokenStageBytes + (lane % 8) * 128;
-    uint32_t scales[2][4];
-    expand_scales(*reinterpret_cast<const uint32_t*>(scale), scales[0]);
-    expand_scales(*reinterpret_cast<const uint32_t*>(scale + 8 * 16), scales[1]);
+    uint4 rows[4];
+    uint32_t row_scales[4], fragments[4][kTokens / 8][4];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int chunk = ((2 * t + half) ^ g) * 16;
-      const uint4 low = *reinterpret_cast<const uint4*>(packed + chunk);
-      const uint4 high = *reinterpret_cast<const uint4*>(packed + 8 * 128 + chunk);
-      const uint32_t low_words[4] = {low.x, low.y, low.z, low.w};
-      const uint32_t high_words[4] = {high.x, high.y, high.z, high.w};
+    for (int r = 0; r < 4; ++r) row_scales[r] = load_shared_2(scales + stage * Shape::kScaleStageBytes + r * 8 * 16);
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        const int q =
-            half * 4 + w;  // columns of products 2 q and 2 q + 1: chunks 4 (q % 2) .. + 3 of token slice q / 2
-        uint32_t row_low[4], row_high[4];
-        decode_e2m1x8(low_words[w], scales[0][q / 2], row_low);
-        decode_e2m1x8(high_words[w], scales[1][q / 2], row_high);
-        const uint32_t fragments =
-            token_row + (q / 2) * Shape::kTokenSliceBytes + ((4 * (q % 2) + lane / 8) ^ (lane % 8)) * 16;
+    for (int r = 0; r < 4; ++r) rows[r] = load_shared_16(packed + stage * kWeightStageBytes + r * 8 * 128);
 #pragma unroll
-        for (int j = 0; j < kTokens / 8; ++j) {
-          uint32_t b[4];
-          load_matrices(fragments + j * 1024, b);
-          multiply_16x8x16(sum + 4 * j, row_low[0], row_high[0], row_low[1], row_high[1], b[0], b[1]);
-          multiply_16x8x16(sum + 4 * j, row_low[2], row_high[2], row_low[3], row_high[3], b[2], b[3]);
-        }
+    for (int w = 0; w < 4; ++w) {
+      const uint32_t slice = (w % 2 ? odd_tokens : even_tokens) + stage * Shape::kTokenStageBytes;
+#pragma unroll
+      for (int j = 0; j < kTokens / 8; ++j) {
+        load_matrices(slice + w / 2 * Shape::kTokenSliceBytes + j * 1024, fragments[w][j]);
       }
     }
     __syncwarp();
-    if (lane == 0) barrier_arrive(empty + stage * 8);
+    if (releases) barrier_arrive(empty + stage * 8);
     if (++stage == Shape::kStages) stage = 0, phase ^= 1;
+
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      const uint4 low = rows[2 * block], high = rows[2 * block + 1];
+      const uint32_t low_words[4] = {low.x, low.y, low.z, low.w};
+      const uint32_t high_words[4] = {high.x, high.y, high.z, high.w};
+      uint32_t pairs[2];  // of 16 columns each: scales of the low and of the high row
+      expand_scales(row_scales[2 * block] | row_scales[2 * block + 1] << 16, pairs);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        uint32_t a[4], b[4];
+        decode_e2m1x8(low_words[w], low_twice(pairs[w / 2]), a);
+        decode_e2m1x8(high_words[w], high_twice(pairs[w / 2]), b);
+#pragma unroll
+        for (int j = 0; j < kTokens / 8; ++j) {
+          const uint32_t (&x)[4] = fragments[w][j];
+          multiply_16x8x16(sums[block] + 4 * j, a[0], b[0], a[1], b[1], x[0], x[1]);
+          multiply_16x8x16(sums[block] + 4 * j, a[2], b[2], a[3], b[3], x[2], x[3]);
+        }
+      }
+    }
+  }
+
+  // [warp][value][lane], behind the output tile that the ring turns into next.
+  float* exchange = reinterpret_cast<float*>(shared + kWeightStageBytes);
+  static_assert(kTokens * (kTileRows + 4) * 4 <= kWeightStageBytes, "the exchange lies behind the output tile");
+  static_assert((kConsumerThreads * kTokens / 2) * 4 <= kWeightStageBytes, "the exchange fits a second stage");
+  named_barrier_sync(1, kConsumerThreads);  // both warpgroups are done with the ring
+#pragma unroll
+  for (int i = 0; i < kTokens / 2; ++i) exchange[(warp * kTokens / 2 + i) * 32 + lane] = half ? sums[0][i] : sums[1][i];
+  named_barrier_sync(1, kConsumerThreads);
+#pragma unroll
+  for (int i = 0; i < kTokens / 2; ++i) {
+    sum[i] = (half ? sums[1][i] : sums[0][i]) + exchange[((warp ^ 1) * kTokens / 2 + i) * 32 + lane];
   }
 }
 
@@ -537,7 +589,7 @@ __device__ __forceinline__ void store_glu(const StreamParameters& p, const Strea
 }
 
 template <WeightFormat kFormat, int kTokens>
-__global__ void __launch_bounds__(kStreamThreads, StreamShape<kFormat, kTokens>::kCtasPerSm)
+__global__ void __launch_bounds__(StreamShape<kFormat, kTokens>::kThreads, StreamShape<kFormat, kTokens>::kCtasPerSm)
     weight_stream_kernel(const __grid_constant__ StreamParameters p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Shape = StreamShape<kFormat, kTokens>;
@@ -572,7 +624,11 @@ __global__ void __launch_bounds__(kStreamThreads, StreamShape<kFormat, kTokens>:
   }
   __syncthreads();
 
-  if (warp == kConsumerThreads / 32) {
+  if (warp >= kConsumerThreads / 32) {
+    if constexpr (Shape::kMovesRegisters) {
+      keep_registers<40>();
+      if (warp > kConsumerThreads / 32) return;
+    }
     produce<kFormat, kTokens>(p, job, glu, shared);
     __syncwarp();
     if (kFormat == WeightFormat::kFp8 && glu) {
@@ -585,6 +641,7 @@ __global__ void __launch_bounds__(kStreamThreads, StreamShape<kFormat, kTokens>:
     return;
   }
 
+  if constexpr (Shape::kMovesRegisters) take_registers<232>();
   float sum[kTokens / 2];
   float gate_scale = 1.f, up_scale = 1.f;
   if constexpr (kFormat == WeightFormat::kFp8) {
@@ -693,7 +750,7 @@ int launch_weight_stream(const StreamCall& call, cudaStream_t stream) {
   const int cluster = glu && kFormat == WeightFormat::kFp8 ? 2 : p.cluster_splits;
   const dim3 grid(static_cast<unsigned>(p.row_tiles * p.token_tiles * p.num_splits));
   if (status == cudaSuccess) {
-    status = launch_overlapped(kernel, grid, kStreamThreads, Shape::kSharedBytes, cluster, stream, p);
+    status = launch_overlapped(kernel, grid, Shape::kThreads, Shape::kSharedBytes, cluster, stream, p);
   }
   if (status != cudaSuccess) {
     refuse("weight stream: launch of %u CTAs failed: %s", grid.x, cudaGetErrorString(status));

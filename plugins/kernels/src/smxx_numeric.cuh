@@ -62,29 +62,45 @@ __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
   return product;
 }
 
-// Four e4m3 scales -> scale * 2^117, each in both halves of a word. The bits shifted into a bf16 read as scale *
-// 2^-120, subnormals included; 2^237 does not fit one factor.
-__device__ __forceinline__ void expand_scales(uint32_t packed, uint32_t (&pairs)[4]) {
-  constexpr uint32_t kTwoTo120 = 0x7B807B80u, kTwoTo117 = 0x7A007A00u;
-  uint32_t even = (packed & 0x007F007Fu) << 4, odd = (packed >> 4) & 0x07F007F0u;
-  even = multiply_bf16x2(multiply_bf16x2(even, kTwoTo120), kTwoTo117);
-  odd = multiply_bf16x2(multiply_bf16x2(odd, kTwoTo120), kTwoTo117);
-  pairs[0] = __byte_perm(even, even, 0x1010);
-  pairs[1] = __byte_perm(odd, odd, 0x1010);
-  pairs[2] = __byte_perm(even, even, 0x3232);
-  pairs[3] = __byte_perm(odd, odd, 0x3232);
+// One half of a bf16 pair in both halves; the product that uses it reads it in place, without an instruction for it.
+__device__ __forceinline__ uint32_t low_twice(uint32_t pair) {
+  uint32_t both;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {low, low};\n}" : "=r"(both) : "r"(pair));
+  return both;
+}
+__device__ __forceinline__ uint32_t high_twice(uint32_t pair) {
+  uint32_t both;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {high, high};\n}" : "=r"(both) : "r"(pair));
+  return both;
+}
+
+// Four e4m3 scales -> scale * 2^117: bytes 0 and 2 in pairs[0], bytes 1 and 3 in pairs[1]. The bits shifted into a
+// bf16 read as scale * 2^-120, subnormals included; 2^237 does not fit one factor.
+__device__ __forceinline__ void expand_scales(uint32_t packed, uint32_t (&pairs)[2]) {
+  constexpr uint32_t kKept = 0x07F007F0u, kTwoTo120 = 0x7B807B80u, kTwoTo117 = 0x7A007A00u;
+  pairs[0] = multiply_bf16x2(multiply_bf16x2((packed << 4) & kKept, kTwoTo120), kTwoTo117);
+  pairs[1] = multiply_bf16x2(multiply_bf16x2((packed >> 4) & kKept, kTwoTo120), kTwoTo117);
+}
+
+// Bits 2-9 of both halves from `inner`, the rest from `outer`. Spelled out: the compiler makes two operations of it
+// where a shift has left zeros.
+__device__ __forceinline__ uint32_t join_nibbles(uint32_t inner, uint32_t outer) {
+  uint32_t joined;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(joined) : "r"(0x03FC03FCu), "r"(inner), "r"(outer));
+  return joined;
 }
 
 // Eight e2m1 values of a word, times a scale pair: pairs[i] = columns i (low half) and i + 4 (high half).
+// A value's sign belongs in bit 15 of its half and its magnitude in bits 6-8. Shifts of the word by 0 and 6 put the
+// signs and the magnitudes of nibbles 3 and 7 there, and those of nibbles 2 and 6 four bits lower; what else lies around
+// them is masked off last. 11 operations and 4 products a word.
 __device__ __forceinline__ void decode_e2m1x8(uint32_t word, uint32_t scale, uint32_t (&pairs)[4]) {
-  // One multiplication makes both shifts of a nibble, sign to bit 15 and magnitude to bits 6-8, on the pipe that has
-  // room.
-  constexpr uint32_t kKept = 0x81C081C0u, kLowNibbles = 0x000F000Fu, kHighNibbles = 0x00F000F0u;
-  const uint32_t upper = word >> 8;
-  pairs[0] = multiply_bf16x2(((word & kLowNibbles) * 0x1040u) & kKept, scale);
-  pairs[1] = multiply_bf16x2(((word & kHighNibbles) * 0x0104u) & kKept, scale);
-  pairs[2] = multiply_bf16x2(((upper & kLowNibbles) * 0x1040u) & kKept, scale);
-  pairs[3] = multiply_bf16x2(((upper & kHighNibbles) * 0x0104u) & kKept, scale);
+  constexpr uint32_t kKept = 0x81C081C0u;
+  const uint32_t lower = join_nibbles(word << 2, word << 8), upper = join_nibbles(word >> 6, word);
+  pairs[0] = multiply_bf16x2((lower << 4) & kKept, scale);
+  pairs[1] = multiply_bf16x2(lower & kKept, scale);
+  pairs[2] = multiply_bf16x2((upper << 4) & kKept, scale);
+  pairs[3] = multiply_bf16x2(upper & kKept, scale);
 }
 
 }  // namespace glm
