@@ -111,11 +111,10 @@ struct RowSampler {
   template <bool kByWeight, typename Bin>
   __device__ void fill(Bin bin_of) {
     Histogram& histogram = state.histograms[buffer];
-    for (int i = threadIdx.x; i < row.count; i += kRowThreads) {
-      const float logit = row.at(i);
-      if (logit < floor_logit) continue;
+    row.for_each([&](int, float logit) {
+      if (logit < floor_logit) return;
       const int bin = bin_of(logit);
-      if (bin < 0) continue;
+      if (bin < 0) return;
       atomicAdd(&histogram.count[bin], 1u);
       if constexpr (kByWeight) {
         const uint64_t value = weight(logit);
@@ -125,7 +124,7 @@ struct RowSampler {
           if (parts[p] != 0) atomicAdd(&histogram.part[p][bin], parts[p]);
         }
       }
-    }
+    });
   }
 
   // Bins in rank order (0 = best): the bin whose elements carry the measure from below to at least `target`.
@@ -176,13 +175,14 @@ struct RowSampler {
   // Ends the search among at most kCandidates ids of the row, those in `bins`: every block collects all their keys.
   template <bool kByWeight>
   __device__ Border compare_candidates(LinearBins bins, uint64_t target) {
-    for (int i = threadIdx.x; i < row.count; i += kRowThreads) {
-      const LinearBins found = linear_bins(row.at(i));
+    row.for_each([&](int, float logit) {
+      if (logit < floor_logit) return;
+      const LinearBins found = linear_bins(logit);
       if (found.coarse == bins.coarse && found.fine == bins.fine) {
         const uint32_t place = atomicAdd(&state.num_candidates, 1u);
-        if (place < kCandidates) state.candidates[place] = logit_key(row.at(i));
+        if (place < kCandidates) state.candidates[place] = logit_key(logit);
       }
-    }
+    });
     cg::cluster_group cluster = cg::this_cluster();
     cluster.sync();
     uint32_t total = 0;
@@ -288,22 +288,29 @@ struct RowSampler {
     }
 
     uint64_t warp_total = 0;
-    for (int i0 = begin; i0 < end; i0 += 32) {
-      const int i = i0 + lane;
-      const float logit = i < end ? row.at(i) : 0.f;
-      const uint32_t key = logit_key(logit);
-      bool kept = key > border.key;
-      if (border.num_equal > 0) {
-        const uint32_t same = __ballot_sync(0xffffffffu, i < end && key == border.key);
-        kept = kept || (key == border.key && equals + __popc(same & lanes_below) < border.num_equal);
-        equals += __popc(same);
+    const auto keep = [&](int i, float logit, bool kept) {
+      const uint64_t value = kept ? weight(logit) : 0;
+      const bool stays = value >= floor_weight;
+      // A weight has at most 24 significant bits, so the float holds it exactly.
+      row.cached[i] = stays ? __ull2float_rn(value) : 0.f;
+      warp_total += stays ? value : 0;
+    };
+    if (border.num_equal == 0) {
+#pragma unroll 4
+      for (int i = begin + lane; i < end; i += 32) {
+        const float logit = row.at(i);
+        keep(i, logit, logit_key(logit) > border.key);
       }
-      if (i < end) {
-        const uint64_t value = kept ? weight(logit) : 0;
-        const bool stays = value >= floor_weight;
-        // A weight has at most 24 significant bits, so the float holds it exactly.
-        row.cached[i] = stays ? __ull2float_rn(value) : 0.f;
-        warp_total += stays ? value : 0;
+    } else {
+      for (int i0 = begin; i0 < end; i0 += 32) {
+        const int i = i0 + lane;
+        const float logit = i < end ? row.at(i) : 0.f;
+        const uint32_t key = logit_key(logit);
+        const uint32_t same = __ballot_sync(0xffffffffu, i < end && key == border.key);
+        const bool kept =
+            key > border.key || (key == border.key && equals + __popc(same & lanes_below) < border.num_equal);
+        equals += __popc(same);
+        if (i < end) keep(i, logit, kept);
       }
     }
 #pragma unroll
@@ -331,6 +338,7 @@ struct RowSampler {
     const int share = (end - begin + 31) / 32;
     const int share_begin = min(begin + lane * share, end), share_end = min(share_begin + share, end);
     uint64_t share_total = 0;
+#pragma unroll 8
     for (int i = share_begin; i < share_end; ++i) share_total += __float2ull_rn(row.cached[i]);
     uint64_t inclusive = share_total;
 #pragma unroll
@@ -370,11 +378,10 @@ __device__ bool is_relaxed(const GlmAcceptArgs& args, int request, int slot) {
 __device__ bool accepts_relaxed(const GlmAcceptArgs& args, VocabularyRow& row, float maximum, int draft, float logit) {
   const uint64_t code = rank_code(logit, draft);
   uint64_t total = 0, better = 0;
-  for (int i = threadIdx.x; i < row.count; i += kRowThreads) {
-    const float other = row.at(i);
+  row.for_each([&](int i, float other) {
     total += fixed_weight(other, maximum, kLog2e);
     better += rank_code(other, row.begin + i) > code;
-  }
+  });
   total = row.cluster_sum(total);
   better = row.cluster_sum(better);
   const double probability = (double)fixed_weight(logit, maximum, kLog2e) / (double)total;
@@ -425,10 +432,7 @@ __global__ void __launch_bounds__(kRowThreads, 2) sample_kernel(const __grid_con
     const float top_p = args.top_p[request];
     if (top_p < 1.f) {
       uint64_t total = 0;
-      for (int i = threadIdx.x; i < row.count; i += kRowThreads) {
-        const float logit = row.at(i);
-        if (logit_key(logit) > border.key) total += sampler.weight(logit);
-      }
+      row.for_each([&](int, float logit) { total += logit_key(logit) > border.key ? sampler.weight(logit) : 0; });
       total = sampler.row.cluster_sum(total);
       if (border.num_equal > 0) total += border.num_equal * sampler.weight(logit_of_key(border.key));
       const uint64_t wanted = top_p > 0.f ? ceil_of_fraction(top_p, total) : 0;

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kRowThreads, 2) token_logprobs_kernel(const __
   const float maximum = has_nan ? 0.f : logits[rank_code_id(best)];
   uint64_t total = 0;
   if (!has_nan) {
-    for (int i = threadIdx.x; i < row.count; i += kRowThreads) total += fixed_weight(row.at(i), maximum, kLog2e);
+    row.for_each([&](int, float logit) { total += fixed_weight(logit, maximum, kLog2e); });
   }
   total = row.cluster_sum(total);
   const double log_sum = log((double)total) - 40.0 * 0.693147180559945309417;
@@ -54,10 +54,10 @@ __global__ void __launch_bounds__(kRowThreads, 2) token_logprobs_kernel(const __
     if (n > 0 && !has_nan && best != 0) {
       if (own == best) {  // only its owner looks for the next
         own = 0;
-        for (int i = threadIdx.x; i < row.count; i += kRowThreads) {
-          const uint64_t code = rank_code(row.at(i), row.begin + i);
+        row.for_each([&](int i, float logit) {
+          const uint64_t code = rank_code(logit, row.begin + i);
           if (code < best && code > own) own = code;
-        }
+        });
       }
       best = row.cluster_max(own);
     }
