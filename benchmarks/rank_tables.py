@@ -58,7 +58,8 @@ def split_of(row: Mapping[str, Any]) -> str:
 
 def slice_table() -> str:
     """Step times of the slice, the roofline of a rank, and prefill."""
-    found = {(split_of(row), row["batch"]): row for row in document(project_ranks.SLICE_FILE)["rows"]}
+    run = document(project_ranks.SLICE_FILE)
+    found = {(split_of(row), row["batch"]): row for row in run["rows"]}
     batches = sorted({batch for _, batch in found})
     lines = [
         line(
@@ -82,7 +83,8 @@ def slice_table() -> str:
     prefill = [statistics.median(found[name, batch]["prefill_tokens_per_s"] for batch in batches) for name in SPLITS]
     words = "Prefill of one 8k prompt, tokens/s: "
     words += f"{prefill[0]:,.0f} on one card, {prefill[1]:,.0f} by columns, {prefill[2]:,.0f} by experts."
-    return "\n".join([*lines, "", words]) + "\n"
+    notes = ["", run["note"]] if "note" in run else []
+    return "\n".join([*lines, "", words, *notes]) + "\n"
 
 
 def ids_table() -> str:
