@@ -23,6 +23,7 @@ from project_ranks import document, line
 
 PAGE = Path(__file__).parents[1] / "docs" / "eight-gpus.md"
 SPLITS = ("one", "columns", "experts")
+CARDS = ("one card", "two by columns", "two by experts")
 
 
 def sums_table() -> str:
@@ -57,34 +58,22 @@ def split_of(row: Mapping[str, Any]) -> str:
 
 
 def slice_table() -> str:
-    """Step times of the slice, the roofline of a rank, and prefill."""
+    """Step times of the slice, launched ahead and one after the other, the roofline of a rank, and prefill."""
     run = document(project_ranks.SLICE_FILE)
     found = {(split_of(row), row["batch"]): row for row in run["rows"]}
     batches = sorted({batch for _, batch in found})
-    lines = [
-        line(
-            "batch",
-            ["one card, ms", "two by columns, ms", "two by experts, ms", "one over columns", "roofline of a rank"],
-        ),
-        "|---" * 6 + "|",
-    ]
+    heads = [*(f"{name}, ms" for name in CARDS), "one over columns", "roofline of a rank, of it by columns"]
+    lines = [line("batch", heads), "|---" * 6 + "|"]
     for batch in batches:
-        steps = [found[name, batch]["step_ms"] for name in SPLITS]
+        ahead, apart = ([found[name, batch][key] for name in SPLITS] for key in ("step_ms_launched_ahead", "step_ms"))
         roofline = found["columns", batch]["roofline_ms"]
-        cells = [*(f"{step:.2f}" for step in steps), f"{steps[0] / steps[1]:.2f}"]
-        lines.append(line(str(batch), [*cells, f"{roofline:.2f} ms, {100 * roofline / steps[1]:.0f} % by columns"]))
-    ahead = [found[name, batch].get("step_ms_launched_ahead") for name in SPLITS[:2] for batch in batches]
-    if all(ahead):
-        texts = [" / ".join(f"{time:.2f}" for time in ahead[i : i + len(batches)]) for i in (0, len(batches))]
-        lines += [
-            "",
-            f"Launched ahead, batch {' / '.join(map(str, batches))}: {texts[0]} ms on one card, {texts[1]} ms by columns.",
-        ]
+        cells = [f"{first:.2f} ({second:.2f})" for first, second in zip(ahead, apart, strict=True)]
+        cells += [f"{ahead[0] / ahead[1]:.2f}", f"{roofline:.2f} ms, {100 * roofline / ahead[1]:.0f} %"]
+        lines.append(line(str(batch), cells))
     prefill = [statistics.median(found[name, batch]["prefill_tokens_per_s"] for batch in batches) for name in SPLITS]
-    words = "Prefill of one 8k prompt, tokens/s: "
-    words += f"{prefill[0]:,.0f} on one card, {prefill[1]:,.0f} by columns, {prefill[2]:,.0f} by experts."
+    rates = ", ".join(f"{rate:,.0f} {name}" for rate, name in zip(prefill, CARDS, strict=True))
     notes = ["", run["note"]] if "note" in run else []
-    return "\n".join([*lines, "", words, *notes]) + "\n"
+    return "\n".join([*lines, "", f"Prefill of one 8k prompt, tokens/s: {rates}.", *notes]) + "\n"
 
 
 def ids_table() -> str:

@@ -311,7 +311,7 @@ def run(folder: Path, out: Path, plugins: Path | None, shares: bool) -> None:
             row |= stage_tables(session, artifact, requests, tokens, drafts)
         if shares:
             row["kernels_ms"] = {k: round(v, 4) for k, v in kernel_shares(session, requests, tokens, drafts).items()}
-            out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         for name, value in row.get("kernels_ms", {}).items():
             print(f"    {value:8.3f} ms  {name}", flush=True)
     session.close()
