@@ -14,9 +14,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from glm_mtp_export.artifact import file_record
 from glm_mtp_export.errors import EngineError, MissingDependencyError
 
-__all__ = ["Creator", "LogLine", "Toolchain", "load_toolchain", "require_parser_library"]
+__all__ = ["Creator", "LoadedPlugins", "LogLine", "Toolchain", "load_toolchain", "require_parser_library"]
 
 _MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 _RTX_LIBRARY = "libtensorrt_rtx.so"
@@ -29,6 +30,14 @@ class Creator:
     name: str
     version: str
     namespace: str
+
+
+@dataclass(frozen=True)
+class LoadedPlugins:
+    """The library that a process runs with, which may be another copy than it was asked for, and all creators registered."""
+
+    path: Path
+    creators: tuple[Creator, ...]
 
 
 @dataclass(frozen=True)
@@ -62,21 +71,26 @@ class Toolchain:
         """What the toolchain and the plugins complained about from that line on, one line each."""
         return "\n".join(f"  {line.text}" for line in self.lines[first_line:] if line.severity <= 1)
 
-    def load_plugins(self, path: Path) -> tuple[Creator, ...]:
-        """Load a plugin library and return every creator that the registry then holds. Raises EngineError."""
+    def load_plugins(self, path: Path) -> LoadedPlugins:
+        """Load a plugin library, unless one of the same content is loaded. Raises EngineError.
+
+        A registry takes each plugin once, so a process runs with one library, whatever copies of it the engines bring.
+        """
         registry = self.module.get_plugin_registry()
-        before = len(self.lines)
+        before, content = len(self.lines), file_record(path).sha256
         known = {(c.name, c.plugin_version, c.plugin_namespace) for c in registry.all_creators}
-        registry.load_library(str(path.resolve()))
+        if content not in _LOADED:
+            registry.load_library(str(path.resolve()))
         creators = tuple(Creator(c.name, c.plugin_version, c.plugin_namespace) for c in registry.all_creators)
-        if {(c.name, c.version, c.namespace) for c in creators} == known and str(path.resolve()) not in _LOADED:
+        if {(c.name, c.version, c.namespace) for c in creators} == known and content not in _LOADED:
             reason = "; ".join(line.text for line in self.lines[before:]) or "the registry took no creator from it"
-            raise EngineError(f"{path}: {self.name} {self.version} cannot use this plugin library ({reason}).")
-        _LOADED.add(str(path.resolve()))
-        return creators
+            others = ", ".join(map(str, _LOADED.values()))
+            hint = f" This process has loaded another build of it, {others}: start a new one." if others else ""
+            raise EngineError(f"{path}: {self.name} {self.version} cannot use this plugin library ({reason}).{hint}")
+        return LoadedPlugins(_LOADED.setdefault(content, path.resolve()), creators)
 
 
-_LOADED: set[str] = set()
+_LOADED: dict[str, Path] = {}  # by content
 _TOOLCHAINS: dict[str, Toolchain] = {}
 
 

@@ -11,14 +11,21 @@ import pytest
 
 from glm_mtp_export import tensorrt_toolchain
 from glm_mtp_export.errors import EngineError, MissingDependencyError
-from glm_mtp_export.tensorrt_toolchain import Creator, LogLine, Toolchain, load_toolchain, require_parser_library
+from glm_mtp_export.tensorrt_toolchain import (
+    Creator,
+    LoadedPlugins,
+    LogLine,
+    Toolchain,
+    load_toolchain,
+    require_parser_library,
+)
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """No toolchain and no library loaded yet."""
     monkeypatch.setattr(tensorrt_toolchain, "_TOOLCHAINS", {})
-    monkeypatch.setattr(tensorrt_toolchain, "_LOADED", set())
+    monkeypatch.setattr(tensorrt_toolchain, "_LOADED", {})
 
 
 class Registry:
@@ -56,11 +63,17 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, backend: st
 def test_a_loaded_library_gives_its_creators_also_the_second_time(tmp_path: Path) -> None:
     made = SimpleNamespace(name="GlmRouter", plugin_version="1", plugin_namespace="glm")
     loaded = toolchain([made])
-    for _ in range(2):
-        assert loaded.load_plugins(tmp_path / "lib.so") == (Creator("GlmRouter", "1", "glm"),)
+    for name in ("lib.so", "lib.so", "copy.so"):
+        (tmp_path / name).write_bytes(b"one build")
+        found = loaded.load_plugins(tmp_path / name)
+        assert found == LoadedPlugins(tmp_path / "lib.so", (Creator("GlmRouter", "1", "glm"),))
+    (tmp_path / "other.so").write_bytes(b"another build")
+    with pytest.raises(EngineError, match=r"other\.so: .* has loaded another build of it, .*lib\.so: start a new one"):
+        loaded.load_plugins(tmp_path / "other.so")
 
 
 def test_a_library_that_the_registry_takes_nothing_from_is_refused_in_its_words(tmp_path: Path) -> None:
+    (tmp_path / "lib.so").write_bytes(b"")
     refused = toolchain([])
     registry = refused.module.get_plugin_registry()
     words = "Unable to load library: undefined symbol"

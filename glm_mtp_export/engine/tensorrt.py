@@ -114,7 +114,7 @@ def build(
     check_cache_threads(model, [cache.name for cache in manifest.caches])
     toolchain = load_toolchain(profile.backend)
     require_parser_library(toolchain)
-    report = preflight(model, toolchain.load_plugins(library.path), str(library.path))
+    report = preflight(model, toolchain.load_plugins(library.path).creators, str(library.path))
     report.require(strict=strict_plugins)
     first_line = len(toolchain.lines)
     step = artifact / STEP_NAME

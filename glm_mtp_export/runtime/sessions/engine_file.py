@@ -1,7 +1,7 @@
 """Opening the engine of an artifact: it must be this machine's, this release's and this artifact's, and update caches in place.
 
-In: an artifact directory with an engine for the profile's backend. Out: the toolchain, the engine, and the plugin library it came
-with, which is loaded. What may go wrong: anything that does not match raises `EngineError` with what was found, what was expected
+In: an artifact directory with an engine for the profile's backend. Out: the toolchain, the engine, and the plugin library it runs
+with. What may go wrong: anything that does not match raises `EngineError` with what was found, what was expected
 and the command that helps, before the toolchain sees the file.
 """
 
@@ -35,7 +35,7 @@ def open_engine(directory: Path, manifest: Manifest, profile: EngineProfile) -> 
     built.check(folder, _machine(toolchain, library), manifest.files[STEP_NAME].sha256)
     check_profile(built.profile, profile, folder)
     use_device()
-    toolchain.load_plugins(library)
+    library = toolchain.load_plugins(library).path
     engine = _deserialised(toolchain, folder)
     check_aliases(engine, manifest, folder)
     return toolchain, engine, library

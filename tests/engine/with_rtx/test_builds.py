@@ -19,6 +19,7 @@ from glm_mtp_export.engine.profile import EngineProfile
 from glm_mtp_export.engine_manifest import EngineManifest, Machine, engine_directory
 from glm_mtp_export.errors import EngineError
 from glm_mtp_export.plugin_library import LIBRARY_NAME, PluginLibrary
+from glm_mtp_export.tensorrt_toolchain import load_toolchain
 
 EVERYTHING = SpeculationConfig(
     num_speculative_tokens=3,
@@ -116,6 +117,18 @@ def test_an_engine_directory_is_complete_and_checks_out(
         built.check(folder, machine, step)
     tensorrt.build(artifact, profile)  # replaces the damaged one
     EngineManifest.load(folder).check(folder, machine, step)
+
+
+def test_a_process_that_built_an_engine_can_load_the_library_beside_it(
+    exported, profile: EngineProfile, library: PluginLibrary, tmp_path: Path
+) -> None:
+    artifact, _manifest = exported("bfloat16", "bfloat16", None)
+    tensorrt.build(artifact, profile, check_only=True)
+    beside = tmp_path / LIBRARY_NAME
+    shutil.copy2(library.path, beside)
+    loaded = load_toolchain(profile.backend).load_plugins(beside)
+    assert loaded.path == library.path.resolve()
+    assert set(library.ops) <= {creator.name for creator in loaded.creators}
 
 
 def test_a_portable_artifact_is_refused(exported, profile: EngineProfile, tmp_path: Path) -> None:
