@@ -453,14 +453,14 @@ __global__ void __launch_bounds__(kMathThreads + kGatherThreads<kFp8>, 1)
     const int32_t* list = args.selection + (int64_t)row * args.topk;
     const int32_t* pages = args.block_table + (int64_t)(padding ? 0 : request) * args.pages_per_request;
     run_gather<kFp8>(args, shared, list, pages, position, first_tile, num_tiles, threadIdx.x - kMathThreads);
-  } else if (warpgroup == 0) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kFp8 ? 200 : 216));
-    if (num_tiles > 0) load_q(args, shared, row, head0);
-    run_scores_and_left(args, shared, row, split, head0, num_tiles, thread);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kFp8 ? 200 : 216));
     if (num_tiles > 0) load_q(args, shared, row, head0);
-    run_right(args, shared, row, split, head0, num_tiles, thread);
+    if (warpgroup == 0) {
+      run_scores_and_left(args, shared, row, split, head0, num_tiles, thread);
+    } else {
+      run_right(args, shared, row, split, head0, num_tiles, thread);
+    }
   }
 #else
   __trap();  // mla_has_sm90_kernel keeps other cards away
