@@ -94,7 +94,7 @@ float block_sum(float value, float*) {
 }  // namespace glm
 
 namespace {
-constexpr int kThreads = 4, kVectors = 2, kMostThreads = kThreads, kTogether = 4;
+constexpr int kThreads = 4, kVectors = 2, kMostThreads = kThreads, kTogether = 2;
 
 #include "kernel_text.inc"
 

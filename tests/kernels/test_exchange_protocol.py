@@ -80,7 +80,7 @@ def test_the_emulator_sees_a_broken_protocol(tmp_path: Path, before: str, after:
 
 
 def test_the_emulator_sees_a_sum_in_the_wrong_place(tmp_path: Path) -> None:
-    before = "glm::packet_at(from + 1)"
+    before = "glm::packet_at(from + width / 8)"
     assert KERNEL_TEXT.count(before) == 1
     program = compiled(tmp_path, kernels=KERNEL_TEXT.replace(before, "glm::packet_at(from)"))
     found = subprocess.run([str(program), "2", "2", "20", "norm"], capture_output=True, text=True, timeout=60)

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     payload.finish(i);
   }
-  glm::end_exchange(memory, number);
+  glm::count_exchange(memory, number);
 }
 
 __global__ void __launch_bounds__(kThreads)

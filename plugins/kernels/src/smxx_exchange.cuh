@@ -6,7 +6,7 @@
 // kernel of n has ended. This needs exchanges to be on one stream, whole kernels apart (no early launch); which kernel
 // makes one does not matter, as long as all ranks launch the same.
 //
-// A kernel: number = exchange_number; every thread sends and receives its packets; all threads end_exchange.
+// A kernel: number = exchange_number; every thread sends and receives its packets; all threads count_exchange.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -61,15 +61,13 @@ __device__ inline void send_to_all(const GlmDirectMemory& memory, uint2 payload,
   }
 }
 
-// The last block counts the exchange: by then every block has read the old number.
-__device__ inline void end_exchange(const GlmDirectMemory& memory, uint32_t number) {
+// Counts the exchange once every block has read the old number; who calls it early does not wait for it at the end. All threads
+// of a block call. Only the next kernel reads the number, and it starts after this one.
+__device__ inline void count_exchange(const GlmDirectMemory& memory, uint32_t number) {
   __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    if (atomicAdd(memory.calls + 1, 1u) == gridDim.x - 1) {
-      memory.calls[1] = 0;
-      *static_cast<volatile uint32_t*>(memory.calls) = number;
-    }
+  if (threadIdx.x == 0 && atomicAdd(memory.calls + 1, 1u) == gridDim.x - 1) {
+    memory.calls[1] = 0;
+    *static_cast<volatile uint32_t*>(memory.calls) = number;
   }
 }
 
