@@ -35,8 +35,8 @@ def sums_table() -> str:
         "in shares": "sum, shares",
     }
     times = project_ranks.sums()
-    rows = document(project_ranks.SUMS_FILE)["rows"]
-    rivals = {(row["kernel"], row["shape"]): row["rival_us"] for row in rows}
+    run = document(project_ranks.SUMS_FILE)
+    rivals = {(row["kernel"], row["shape"]): row["rival_us"] for row in run["rows"]}
     lines = [
         line("rows", [*names, "NCCL's all-reduce", "sum and norm, as a step runs them", "the two apart"]),
         "|---" * 8 + "|",
@@ -49,7 +49,8 @@ def sums_table() -> str:
         fused = times.get(("sum and norm", count))
         cells += [f"{fused:.1f}", f"{rivals['sum and norm', shape]:.1f}"] if fused else ["-", "-"]
         lines.append(line(f"{count:,}", cells))
-    return "\n".join(lines) + "\n"
+    notes = ["", run["note"]] if "note" in run else []
+    return "\n".join([*lines, *notes]) + "\n"
 
 
 def split_of(row: Mapping[str, Any]) -> str:
