@@ -102,11 +102,33 @@ def kernels(out: Path) -> dict[str, Any]:
     return {"passed": code == 0, "seconds": round(seconds, 1), "summary": lines[-1:], "failed": failed[:40]}
 
 
+def started(name: str, command: list[str], out: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A command that runs beside the stages, with its output in a log."""
+    with (out / f"{name}.log").open("w", encoding="utf-8") as log:
+        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
+
+
 def start_oracle(out: Path, work: Path) -> subprocess.Popen[bytes]:
     """Answers of the portable artifact, made on the CPU while the plugins compile."""
-    log = (out / "oracle.log").open("w", encoding="utf-8")
-    command = [sys.executable, "scripts/gpu_stages/nano.py", "oracle", str(work)]
-    return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT)
+    return started("oracle", [sys.executable, "scripts/gpu_stages/nano.py", "oracle", str(work)], out, environment())
+
+
+def start_builds(
+    out: Path, work: Path, rtx: Path, stages: list[str], dtypes: tuple[str, ...]
+) -> list[subprocess.Popen[bytes]]:
+    """Exports and engine builds of the stages, which need no card, beside the kernel tests. A stage builds an engine that is missing."""
+    commands: dict[str, list[str]] = {}
+    if "nano" in stages:
+        script = ["scripts/gpu_stages/nano.py", "build", str(work)]
+        commands |= {f"build-nano-{dtype}": [sys.executable, *script, dtype] for dtype in dtypes}
+    if "ahead" in stages:
+        commands["build-ahead"] = [sys.executable, "scripts/gpu_stages/ahead.py", "build", str(work)]
+    for layout in SLICE_FORMATS if "slice" in stages else ():
+        step = f"{sys.executable} benchmarks/slice_step.py"
+        folder = work / f"slice-{layout}"
+        script = ["bash", "-c", f"{step} prepare {folder} --format {layout} && {step} build {folder}"]
+        commands[f"build-slice-{layout}"] = script
+    return [started(name, command, out, environment(rtx)) for name, command in commands.items()]
 
 
 def nano(out: Path, work: Path, rtx: Path, dtypes: tuple[str, ...]) -> dict[str, Any]:
@@ -141,11 +163,8 @@ def slices(out: Path, work: Path, rtx: Path) -> dict[str, Any]:
     results = {}
     for layout in SLICE_FORMATS:
         folder, rows = work / f"slice-{layout}", out / f"slice-{layout}.json"
-        prepare = f"{sys.executable} benchmarks/slice_step.py prepare {folder} --format {layout}"
-        measure = f"{sys.executable} benchmarks/slice_step.py run {folder} --format {layout} --out {rows}"
-        code, text, seconds = run(
-            f"slice-{layout}", ["bash", "-c", f"{prepare} && {measure}"], out, environment(rtx), 550
-        )
+        command = [sys.executable, "benchmarks/slice_step.py", "run", str(folder), "--out", str(rows)]
+        code, text, seconds = run(f"slice-{layout}", command, out, environment(rtx), 550)
         results[layout] = {"passed": code == 0, "seconds": round(seconds, 1), "tail": text.strip().splitlines()[-20:]}
         if code == 0:
             results[layout]["result"] = json.loads(rows.read_text(encoding="utf-8"))
@@ -218,28 +237,32 @@ def main() -> None:
     cli.add_argument("--stages", default=",".join(STAGES))
     cli.add_argument("--dtypes", default=",".join(DTYPES))
     args = cli.parse_args()
-    stages = args.stages.split(",")
+    stages, dtypes, rtx = args.stages.split(","), tuple(args.dtypes.split(",")), args.rtx.resolve()
     if unknown := set(stages) - set(STAGES):
         cli.error(f"--stages {','.join(sorted(unknown))}: known are {', '.join(STAGES)}")
     args.out.mkdir(parents=True, exist_ok=True)
     work = args.out / "work"
     work.mkdir(exist_ok=True)
-    oracle = start_oracle(args.out, work) if "nano" in stages and not (work / "oracle.json").is_file() else None
+    beside = [start_oracle(args.out, work)] if "nano" in stages and not (work / "oracle.json").is_file() else []
     report: dict[str, Any] = {"date": datetime.date.today().isoformat(), "card": card(), "stages": {}}
     try:
         if "plugins" in stages:
             report["stages"]["plugins"] = plugins(args.out)
+        builds = start_builds(args.out, work, rtx, stages, dtypes)
+        beside += builds
         if "kernels" in stages:
             report["stages"]["kernels"] = kernels(args.out)
+        for build in builds:
+            build.wait(300)
         if "nano" in stages:
-            report["stages"]["nano"] = nano(args.out, work, args.rtx.resolve(), tuple(args.dtypes.split(",")))
+            report["stages"]["nano"] = nano(args.out, work, rtx, dtypes)
         if "ahead" in stages:
-            report["stages"]["ahead"] = ahead(args.out, work, args.rtx.resolve())
+            report["stages"]["ahead"] = ahead(args.out, work, rtx)
         if "slice" in stages:
-            report["stages"]["slice"] = slices(args.out, work, args.rtx.resolve())
+            report["stages"]["slice"] = slices(args.out, work, rtx)
     finally:
-        if oracle is not None:
-            oracle.terminate()
+        for process in beside:
+            process.terminate()
         (args.out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         (args.out / "report.txt").write_text(table(report), encoding="utf-8")
     print(table(report))
