@@ -20,6 +20,7 @@ import argparse
 import datetime
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -65,6 +66,8 @@ def run(name: str, command: list[str], out: Path, env: dict[str, str], limit: fl
 def card() -> dict[str, Any]:
     """What the driver says about the card."""
     query = "name,driver_version,clocks.max.sm,memory.total"
+    if shutil.which("nvidia-smi") is None:
+        sys.exit("nvidia-smi is not here. This command needs a machine with an NVIDIA card and its driver.")
     found = subprocess.run(
         ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True, check=False
     )
@@ -116,7 +119,7 @@ def start_oracle(out: Path, work: Path) -> subprocess.Popen[bytes]:
 def start_builds(
     out: Path, work: Path, rtx: Path, stages: list[str], dtypes: tuple[str, ...]
 ) -> list[subprocess.Popen[bytes]]:
-    """Exports and engine builds of the stages, which need no card, beside the kernel tests. A stage builds an engine that is missing."""
+    """Exports and engine builds of the stages, beside the kernel tests: they need no card."""
     commands: dict[str, list[str]] = {}
     if "nano" in stages:
         script = ["scripts/gpu_stages/nano.py", "build", str(work)]
@@ -243,8 +246,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     work = args.out / "work"
     work.mkdir(exist_ok=True)
-    beside = [start_oracle(args.out, work)] if "nano" in stages and not (work / "oracle.json").is_file() else []
     report: dict[str, Any] = {"date": datetime.date.today().isoformat(), "card": card(), "stages": {}}
+    beside = [start_oracle(args.out, work)] if "nano" in stages and not (work / "oracle.json").is_file() else []
     try:
         if "plugins" in stages:
             report["stages"]["plugins"] = plugins(args.out)
