@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draw the slice results as one picture: step time by batch, beside the roofline and the rival's published times.
 
-python benchmarks/plot_results.py        reads benchmarks/results/slice-*.json, writes benchmarks/results/slice.svg
+python benchmarks/plot_results.py        reads benchmarks/results/gpu-check-h200.json, writes benchmarks/results/slice.svg
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ RIVAL_MS = {1: 9.6, 8: 19.1, 32: 25.6}
 COLOURS = {"rival": "#b0b7c3", "FP8": "#1f6f8b", "NVFP4 experts": "#e08e45"}
 
 
-def rows(name: str) -> dict[int, dict[str, float]]:
-    """Result rows of a file by batch."""
-    return {row["batch"]: row for row in json.loads((RESULTS / name).read_text(encoding="utf-8"))}
+def rows(layout: str) -> dict[int, dict[str, float]]:
+    """Rows of the slice by batch."""
+    report = json.loads((RESULTS / "gpu-check-h200.json").read_text(encoding="utf-8"))
+    return {row["batch"]: row for row in report["stages"]["slice"][layout]["result"]}
 
 
 def main() -> None:
     """Write the picture."""
-    series = {"FP8": rows("slice-fp8-h200.json"), "NVFP4 experts": rows("slice-nvfp4-h200.json")}
+    series = {"FP8": rows("fp8"), "NVFP4 experts": rows("nvfp4")}
     figure, axes = plt.subplots(figsize=(7.2, 3.4), layout="constrained")
     width, batches = 0.27, list(RIVAL_MS)
     bars = axes.bar(
@@ -37,7 +38,11 @@ def main() -> None:
     for shift, (name, found) in enumerate(series.items()):
         places = [i + shift * width for i in range(3)]
         bars = axes.bar(
-            places, [found[b]["step_ms"] for b in batches], width, color=COLOURS[name], label=f"ours, {name}"
+            places,
+            [found[b]["step_ms_launched_ahead"] for b in batches],
+            width,
+            color=COLOURS[name],
+            label=f"ours, {name}",
         )
         axes.bar_label(bars, fmt="%.1f", fontsize=8)
         for place, batch in zip(places, batches, strict=True):
