@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+from glm_mtp_export.runtime.request import TokenLogprob
 from glm_mtp_export.runtime.sequence import Sequence
+from glm_mtp_export.runtime.session import StepOutputs
 from glm_mtp_export.runtime.thinking import ThinkingIds
 
-__all__ = ["Committed", "commit_block"]
+__all__ = ["Committed", "append_logprobs", "commit_block"]
 
 
 @dataclass(frozen=True)
@@ -103,3 +105,22 @@ def _append(sequence: Sequence, tokens: Items[int]) -> None:
     sequence.phase.advance_all(tokens)
     if sequence.output_counts is not None:
         sequence.output_counts.update(tokens)
+
+
+def append_logprobs(sequence: Sequence, outputs: StepOutputs, b: int, committed: Committed) -> None:
+    """Append the log-probabilities of what was committed to a sequence that asks for them; row b of `outputs` is its own."""
+    assert sequence.logprobs is not None
+    num_top = sequence.params.logprobs or 0
+    first = sequence.num_output - committed.num_tokens
+    ids = sequence.output_ids[first:]
+    for j, token in enumerate(ids[: committed.num_kept]):
+        value = None if outputs.committed_logprobs is None else float(outputs.committed_logprobs[b, j])
+        top: tuple[tuple[int, float], ...] = ()
+        if num_top and outputs.top_ids is not None and outputs.top_logprobs is not None:
+            best = zip(
+                outputs.top_ids[b, j, :num_top].tolist(), outputs.top_logprobs[b, j, :num_top].tolist(), strict=True
+            )
+            top = tuple((int(i), float(p)) for i, p in best)
+        sequence.logprobs.append(TokenLogprob(token, value, top))
+    if committed.forced is not None:
+        sequence.logprobs.append(TokenLogprob(ids[-1], None))

@@ -27,14 +27,14 @@ import numpy as np
 from glm_mtp_export.artifact import PAGE_SIZE
 from glm_mtp_export.errors import RequestError
 from glm_mtp_export.runtime.ahead import HostAheadSession
-from glm_mtp_export.runtime.commit import Committed, commit_block
+from glm_mtp_export.runtime.commit import Committed, append_logprobs, commit_block
 from glm_mtp_export.runtime.context import ContextLimit
 from glm_mtp_export.runtime.detokenizer import IncrementalDetokenizer
 from glm_mtp_export.runtime.drafting import updated_acceptance
 from glm_mtp_export.runtime.logs import log_event
 from glm_mtp_export.runtime.metrics import EngineStatistics, Gauges
 from glm_mtp_export.runtime.paging import PageAllocator
-from glm_mtp_export.runtime.request import Completion, Delta, FinishReason, Request, TokenLogprob
+from glm_mtp_export.runtime.request import Completion, Delta, FinishReason, Request
 from glm_mtp_export.runtime.sampling import Capabilities
 from glm_mtp_export.runtime.scheduler import ScheduledRow, Scheduler, SchedulerConfig
 from glm_mtp_export.runtime.sequence import Sequence
@@ -247,7 +247,7 @@ class Engine:
             committed = commit_block(sequence, block, self._thinking_ids)
             self._advance(row, committed, num_accepted[b], drafts[b] if drafts is not None else [])
             if sequence.logprobs is not None:
-                _append_logprobs(sequence, outputs, b, committed)
+                append_logprobs(sequence, outputs, b, committed)
             sequence.last_token_time = now
             if sequence.first_token_time is None:
                 sequence.first_token_time = now
@@ -375,24 +375,6 @@ def _void(sequence: Sequence) -> None:
     if sequence.in_flight is not None:
         sequence.in_flight.is_void = True
         sequence.in_flight = None
-
-
-def _append_logprobs(sequence: Sequence, outputs: StepOutputs, b: int, committed: Committed) -> None:
-    assert sequence.logprobs is not None
-    num_top = sequence.params.logprobs or 0
-    first = sequence.num_output - committed.num_tokens
-    ids = sequence.output_ids[first:]
-    for j, token in enumerate(ids[: committed.num_kept]):
-        value = None if outputs.committed_logprobs is None else float(outputs.committed_logprobs[b, j])
-        top: tuple[tuple[int, float], ...] = ()
-        if num_top and outputs.top_ids is not None and outputs.top_logprobs is not None:
-            best = zip(
-                outputs.top_ids[b, j, :num_top].tolist(), outputs.top_logprobs[b, j, :num_top].tolist(), strict=True
-            )
-            top = tuple((int(i), float(p)) for i, p in best)
-        sequence.logprobs.append(TokenLogprob(token, value, top))
-    if committed.forced is not None:
-        sequence.logprobs.append(TokenLogprob(ids[-1], None))
 
 
 def _log_completion(request_id: str, num_prompt: int, completion: Completion) -> None:

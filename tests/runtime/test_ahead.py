@@ -165,27 +165,6 @@ def test_an_abort_makes_the_row_in_flight_void_and_frees_its_pages_at_once() -> 
     b.check_empty()
 
 
-@pytest.mark.parametrize(("token", "num_accepted"), [(-1, 0), (288, 0), (5, 4), (5, -1)])
-def test_a_failed_request_ends_alone_with_a_call_in_flight(token: int, num_accepted: int) -> None:
-    b = bench(launch_ahead=True)
-    b.add("good", [1, 2], _GREEDY)
-    b.add("bad", _PROMPT, _GREEDY)
-    b.step()
-    honest = b.session.run
-
-    def run(inputs: StepInputs) -> StepOutputs:
-        outputs = honest(inputs)
-        if inputs.num_requests == 2:
-            outputs.next_tokens[1], outputs.num_accepted[1] = token, num_accepted
-        return outputs
-
-    b.session.run = run  # type: ignore[method-assign]
-    b.run()
-    assert b.completions["bad", 0].finish_reason == "error"
-    assert b.ids("good") == oracle.generate([1, 2], _GREEDY, 0, 20)[0]
-    b.check_empty()
-
-
 def test_no_row_is_planned_for_a_sequence_that_surely_ends() -> None:
     b, recorder = _recorded()
     b.add("r", _PROMPT, replace(_GREEDY, max_tokens=1))

@@ -360,8 +360,9 @@ def test_the_longest_possible_request_fits_the_pool() -> None:
     assert len(b.ids("r")) == room
 
 
-def test_nan_ends_its_request_alone_and_its_pages_are_not_shared(caplog: pytest.LogCaptureFixture) -> None:
-    b = bench(nan_tokens=frozenset([200]), config=SchedulerConfig(max_chunk_tokens=70))
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+def test_nan_ends_its_request_alone_and_its_pages_are_not_shared(caplog: pytest.LogCaptureFixture, ahead: bool) -> None:
+    b = bench(nan_tokens=frozenset([200]), config=SchedulerConfig(max_chunk_tokens=70), launch_ahead=ahead)
     bad = [i % 100 for i in range(100)] + [200] + [i % 100 for i in range(100)]
     b.add("good", _PROMPT, replace(_GREEDY, logit_bias={200: -100.0}))
     b.add("bad", bad, _GREEDY)
@@ -378,9 +379,10 @@ def test_nan_ends_its_request_alone_and_its_pages_are_not_shared(caplog: pytest.
     assert b.completions["again", 0].statistics.num_cached_tokens == 0
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize(("token", "num_accepted"), [(288, 0), (-7, 0), (5, 4), (5, -1)])
-def test_results_out_of_range_end_their_request_alone(token: int, num_accepted: int) -> None:
-    b = bench()
+def test_results_out_of_range_end_their_request_alone(token: int, num_accepted: int, ahead: bool) -> None:
+    b = bench(launch_ahead=ahead)
     b.add("good", [1, 2], _GREEDY)
     b.add("bad", _PROMPT, _GREEDY)
     b.step()
