@@ -10,13 +10,12 @@ model in three formats), `ahead` (calls launched before the results of the one b
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
+
+import marked_page
 
 RESULTS = Path(__file__).with_name("results")
 PAGE, FILE = RESULTS / "README.md", RESULTS / "gpu-check-h200.json"
@@ -115,29 +114,5 @@ SECTIONS = {
 }
 
 
-def _filled(text: str, mark: re.Match[str]) -> str:
-    return f"{mark[1]}{text}{mark[2]}"
-
-
-def rewritten(page: str) -> str:
-    """The page with every section anew."""
-    for name, section in SECTIONS.items():
-        mark = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.S)
-        page, count = mark.subn(partial(_filled, section()), page)
-        if count != 1:
-            raise ValueError(f"{PAGE.name} has {count} sections {name}, expected 1")
-    return page
-
-
-def main() -> None:
-    """See the module's docstring."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--write", action="store_true")
-    if not cli.parse_args().write:
-        print("\n".join(section() for section in SECTIONS.values()), end="")
-        return
-    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    marked_page.main(__doc__, PAGE, SECTIONS)

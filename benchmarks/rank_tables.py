@@ -10,14 +10,12 @@ where), `nano` (the embedded model), `projection` (project_ranks.py).
 
 from __future__ import annotations
 
-import argparse
-import re
 import statistics
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import marked_page
 import project_ranks
 from project_ranks import document, line
 
@@ -125,30 +123,5 @@ SECTIONS = {
 }
 
 
-def _filled(text: str, mark: re.Match[str]) -> str:
-    return f"{mark[1]}{text}{mark[2]}"
-
-
-def rewritten(page: str) -> str:
-    """The page with every section anew."""
-    for name, section in SECTIONS.items():
-        mark = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.S)
-        text = section()
-        page, count = mark.subn(partial(_filled, text), page)
-        if count != 1:
-            raise ValueError(f"{PAGE.name} has {count} sections {name}, expected 1")
-    return page
-
-
-def main() -> None:
-    """See the module's docstring."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--write", action="store_true")
-    if not cli.parse_args().write:
-        print("\n".join(section() for section in SECTIONS.values()), end="")
-        return
-    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    marked_page.main(__doc__, PAGE, SECTIONS)
