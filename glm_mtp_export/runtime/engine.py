@@ -229,6 +229,7 @@ class Engine:
         for b, row in enumerate(rows):
             sequence = row.sequence
             if row.is_void:
+                self.statistics.num_void_rows += 1
                 continue
             if sequence.in_flight is row:
                 sequence.in_flight = None

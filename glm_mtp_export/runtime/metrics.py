@@ -60,8 +60,9 @@ class EngineStatistics:
     num_finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0})
     num_preemptions: int = 0
     num_cached_tokens: int = 0
+    num_void_rows: int = 0  # launched ahead for sequences that took another way
     step_seconds: float = 0.0
-    model_seconds: float = 0.0
+    model_seconds: float = 0.0  # the host waited for the step graph
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     draft_is_dead: bool = False
@@ -189,6 +190,7 @@ def _counters(statistics: EngineStatistics) -> tuple[tuple[str, str, float], ...
         ("output_tokens", "tokens emitted", statistics.num_output_tokens),
         ("preemptions", "sequences that lost their pages", statistics.num_preemptions),
         ("cached_tokens", "prompt tokens served from shared pages", statistics.num_cached_tokens),
+        ("void_rows", "rows launched ahead that counted for nothing", statistics.num_void_rows),
         ("step_seconds", "time in steps", statistics.step_seconds),
-        ("model_seconds", "time in the step graph", statistics.model_seconds),
+        ("model_seconds", "time the host waited for the step graph", statistics.model_seconds),
     )

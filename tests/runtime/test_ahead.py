@@ -159,6 +159,8 @@ def test_an_abort_makes_the_row_in_flight_void_and_frees_its_pages_at_once() -> 
     b.engine.abort("gone")
     assert b.engine.allocator.num_held < held
     assert [row.is_void for row in b.engine._in_flight.rows] == [True, False]
+    b.step()
+    assert b.engine.statistics.num_void_rows == 1
     b.run()
     assert b.completions["gone", 0].finish_reason == "abort"
     assert b.ids("stays") == oracle.generate(_PROMPT[3:], _GREEDY, 0, 20)[0]
