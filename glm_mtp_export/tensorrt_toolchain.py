@@ -17,7 +17,15 @@ from typing import Any
 from glm_mtp_export.artifact import file_record
 from glm_mtp_export.errors import EngineError, MissingDependencyError
 
-__all__ = ["Creator", "LoadedPlugins", "LogLine", "Toolchain", "load_toolchain", "require_parser_library"]
+__all__ = [
+    "Creator",
+    "LoadedPlugins",
+    "LogLine",
+    "Toolchain",
+    "library_in_use",
+    "load_toolchain",
+    "require_parser_library",
+]
 
 _MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 _RTX_LIBRARY = "libtensorrt_rtx.so"
@@ -76,18 +84,30 @@ class Toolchain:
 
         A registry takes each plugin once, so a process runs with one library, whatever copies of it the engines bring.
         """
-        registry = self.module.get_plugin_registry()
-        before, content = len(self.lines), file_record(path).sha256
-        known = {(c.name, c.plugin_version, c.plugin_namespace) for c in registry.all_creators}
+        content, registry = file_record(path).sha256, self.module.get_plugin_registry()
         if content not in _LOADED:
+            before, known = len(self.lines), _creators(registry)
             registry.load_library(str(path.resolve()))
-        creators = tuple(Creator(c.name, c.plugin_version, c.plugin_namespace) for c in registry.all_creators)
-        if {(c.name, c.version, c.namespace) for c in creators} == known and content not in _LOADED:
-            reason = "; ".join(line.text for line in self.lines[before:]) or "the registry took no creator from it"
-            others = ", ".join(map(str, _LOADED.values()))
-            hint = f" This process has loaded another build of it, {others}: start a new one." if others else ""
-            raise EngineError(f"{path}: {self.name} {self.version} cannot use this plugin library ({reason}).{hint}")
-        return LoadedPlugins(_LOADED.setdefault(content, path.resolve()), creators)
+            if set(_creators(registry)) == set(known):
+                reason = "; ".join(line.text for line in self.lines[before:]) or "the registry took no creator from it"
+                others = ", ".join(map(str, _LOADED.values()))
+                hint = f" This process has loaded another build of it, {others}: start a new one." if others else ""
+                raise EngineError(
+                    f"{path}: {self.name} {self.version} cannot use this plugin library ({reason}).{hint}"
+                )
+            _LOADED[content] = path.resolve()
+        return LoadedPlugins(_LOADED[content], _creators(registry))
+
+
+def _creators(registry: Any) -> tuple[Creator, ...]:
+    return tuple(Creator(c.name, c.plugin_version, c.plugin_namespace) for c in registry.all_creators)
+
+
+def library_in_use(path: Path) -> Path:
+    """The copy of a plugin library that this process has loaded, else `path`. What a library keeps, each copy has for itself."""
+    if not _LOADED or not path.is_file():
+        return path
+    return _LOADED.get(file_record(path).sha256, path)
 
 
 _LOADED: dict[str, Path] = {}  # by content

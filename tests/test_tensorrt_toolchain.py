@@ -16,6 +16,7 @@ from glm_mtp_export.tensorrt_toolchain import (
     LoadedPlugins,
     LogLine,
     Toolchain,
+    library_in_use,
     load_toolchain,
     require_parser_library,
 )
@@ -68,6 +69,9 @@ def test_a_loaded_library_gives_its_creators_also_the_second_time(tmp_path: Path
         found = loaded.load_plugins(tmp_path / name)
         assert found == LoadedPlugins(tmp_path / "lib.so", (Creator("GlmRouter", "1", "glm"),))
     (tmp_path / "other.so").write_bytes(b"another build")
+    assert library_in_use(tmp_path / "copy.so") == tmp_path / "lib.so"
+    for name in ("other.so", "absent.so"):
+        assert library_in_use(tmp_path / name) == tmp_path / name
     with pytest.raises(EngineError, match=r"other\.so: .* has loaded another build of it, .*lib\.so: start a new one"):
         loaded.load_plugins(tmp_path / "other.so")
 
