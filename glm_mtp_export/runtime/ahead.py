@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from glm_mtp_export.artifact import Manifest
-from glm_mtp_export.runtime.session import MAX_IN_FLIGHT, Int32, StepInputs, StepOutputs, StepSession
+from glm_mtp_export.runtime.session import MAX_IN_FLIGHT, Int32, SessionOver, StepInputs, StepOutputs, StepSession
 from glm_mtp_export.runtime.thinking import ThinkingIds, ThinkingPhase
 
 __all__ = ["Carry", "HostAheadSession", "carried", "followed"]
@@ -69,25 +68,15 @@ def followed(inputs: StepInputs, follows: Int32, carry: Carry) -> StepInputs:
     )
 
 
-class HostAheadSession:
+class HostAheadSession(SessionOver[StepSession]):
     """Launches ahead on any session, one call after the other on the caller's thread: what the engine must keep to, on a CPU."""
 
     def __init__(self, session: StepSession) -> None:
-        self._session = session
+        super().__init__(session)
         self._ids = ThinkingIds.of(session.manifest.thinking_token_ids)
         self._needs_mask = any(spec.name == "token_bitmask" for spec in session.manifest.inputs)
         self._queue: deque[tuple[StepInputs, Int32 | None]] = deque()
         self._before: tuple[StepInputs, StepOutputs] | None = None
-
-    @property
-    def manifest(self) -> Manifest:
-        """What the graph is."""
-        return self._session.manifest
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of each of the pools."""
-        return self._session.num_pages
 
     def launch(self, inputs: StepInputs, follows: Int32 | None = None) -> None:
         """Queue a call."""

@@ -38,7 +38,7 @@ from glm_mtp_export.runtime.request import Completion, Delta, FinishReason, Requ
 from glm_mtp_export.runtime.sampling import Capabilities
 from glm_mtp_export.runtime.scheduler import ScheduledRow, Scheduler, SchedulerConfig
 from glm_mtp_export.runtime.sequence import Sequence
-from glm_mtp_export.runtime.session import AheadSession, StepOutputs, StepSession
+from glm_mtp_export.runtime.session import AheadSession, StepOutputs, StepSession, can_launch_ahead
 from glm_mtp_export.runtime.step_batch import StepBatcher
 from glm_mtp_export.runtime.structured import GrammarCompiler
 from glm_mtp_export.runtime.thinking import ThinkingIds, ThinkingPhase
@@ -97,9 +97,8 @@ class Engine:
         self._ended: list[Sequence] = []  # ended between steps: their last deltas come with the next one
         self._num_arrivals = 0
         self._clock = clock
-        can_launch = hasattr(session, "launch")
-        self._queue: AheadSession = session if can_launch else HostAheadSession(session)  # type: ignore[assignment]
-        self._launches_ahead = can_launch if launch_ahead is None else launch_ahead
+        self._queue: AheadSession = session if can_launch_ahead(session) else HostAheadSession(session)
+        self._launches_ahead = can_launch_ahead(session) if launch_ahead is None else launch_ahead
         self._in_flight: _Call | None = None
 
     # ---- requests
@@ -192,7 +191,7 @@ class Engine:
         if call is None:
             return deltas
         self._in_flight = call
-        following = self._launched() if self._launches_ahead else None
+        following = self._launched() if self._launches_ahead and not _are_counted(call.rows) else None
         before = self._clock()
         outputs = self._queue.collect()
         now = self._clock()
@@ -213,14 +212,11 @@ class Engine:
         rows = self.scheduler.schedule()
         if not rows:
             return None
-        follows = np.array([row.follows for row in rows], dtype=np.int32)
-        # Penalties count every token before, seen or not.
-        if any(row.follows >= 0 and row.sequence.params.has_penalties for row in rows):
-            return None
-        self._queue.launch(self._batcher.inputs(rows), follows if (follows >= 0).any() else None)
+        inputs, follows = self._batcher.inputs(rows), np.array([row.follows for row in rows], dtype=np.int32)
+        self._queue.launch(inputs, follows if (follows >= 0).any() else None)
         for row in rows:
             row.sequence.in_flight = row
-        return _Call(rows, self._batcher.bitmask_waits(rows))
+        return _Call(rows, self.capabilities.has_token_bitmask and inputs.token_bitmask is None)
 
     def _commit_rows(self, rows: list[ScheduledRow], outputs: StepOutputs, now: float, deltas: list[Delta]) -> None:
         num_accepted = outputs.num_accepted.tolist()
@@ -369,6 +365,11 @@ class Engine:
     def audit(self) -> None:
         """Check page accounting against all live sequences; RuntimeError on the first difference."""
         self.allocator.audit([s.pages for group in self._sequences.values() for s in group])
+
+
+def _are_counted(rows: list[ScheduledRow]) -> bool:
+    """True when the next call's penalties count tokens that these rows are about to find."""
+    return any(row.is_final and not row.is_void and row.sequence.params.has_penalties for row in rows)
 
 
 def _void(sequence: Sequence) -> None:

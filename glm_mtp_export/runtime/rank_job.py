@@ -21,12 +21,19 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
-from glm_mtp_export.artifact import Manifest
 from glm_mtp_export.errors import EngineError, GlmMtpError
 from glm_mtp_export.runtime.logs import log_event
 from glm_mtp_export.runtime.rank_link import Kind, LinkLostError, RankLink, RankTimeouts, connect, listen
 from glm_mtp_export.runtime.rank_place import RankPlace
-from glm_mtp_export.runtime.session import AheadSession, Int32, StepInputs, StepOutputs, StepSession
+from glm_mtp_export.runtime.session import (
+    AheadSession,
+    Int32,
+    SessionOver,
+    StepInputs,
+    StepOutputs,
+    StepSession,
+    can_launch_ahead,
+)
 from glm_mtp_export.runtime.step_message import packed, packed_bitmask, unpacked, unpacked_bitmask
 
 __all__ = [
@@ -45,6 +52,7 @@ LOST_EXIT_CODE = 70  # of a process that was ended by force
 _LAST_WORDS_SECONDS = 0.5
 _HELLO_SECONDS = 5.0  # for whoever connects to say who it is
 _Result = TypeVar("_Result")
+_Inner = TypeVar("_Inner", bound=StepSession)
 
 
 @dataclass(frozen=True)
@@ -155,23 +163,13 @@ def _identified(place: RankPlace, identity: JobIdentity) -> bytes:
 # ---- rank 0
 
 
-class LeaderSession:
+class LeaderSession(SessionOver[_Inner]):
     """A `StepSession` over all ranks. Made by `lead`."""
 
-    def __init__(self, job: _Job, links: dict[int, RankLink], session: StepSession) -> None:
+    def __init__(self, job: _Job, links: dict[int, RankLink], session: _Inner) -> None:
+        super().__init__(session)
         self._job = job
         self._links = links
-        self._session = session
-
-    @property
-    def manifest(self) -> Manifest:
-        """What the graph is."""
-        return self._session.manifest
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of each of the pools, the same on every rank."""
-        return self._session.num_pages
 
     def run(self, inputs: StepInputs) -> StepOutputs:
         """One call on every rank; the results are this rank's, which are every rank's."""
@@ -201,10 +199,8 @@ class LeaderSession:
         self._job.closed.set()
 
 
-class AheadLeaderSession(LeaderSession):
+class AheadLeaderSession(LeaderSession[AheadSession]):
     """An `AheadSession` over all ranks: the others queue, mask and collect the calls that rank 0 does, in its order."""
-
-    _session: AheadSession
 
     def launch(self, inputs: StepInputs, follows: Int32 | None = None) -> None:
         """Queue a call on every rank."""
@@ -248,7 +244,9 @@ def lead(
             if lost:
                 job.check()
             raise
-    return AheadLeaderSession(job, links, session) if hasattr(session, "launch") else LeaderSession(job, links, session)
+    if can_launch_ahead(session):
+        return AheadLeaderSession(job, links, session)
+    return LeaderSession(job, links, session)
 
 
 def _gather(job: _Job, listener: socket.socket, identity: JobIdentity, links: dict[int, RankLink]) -> None:

@@ -84,10 +84,9 @@ class ScheduledRow:
     @classmethod
     def of(cls, sequence: Sequence, num_tokens: int) -> ScheduledRow:
         """A row without drafts that feeds the next `num_tokens` tokens."""
-        flight, start = sequence.in_flight, sequence.cache_length
-        if flight is None:
-            return cls(sequence, num_tokens, 0, num_tokens == len(sequence.token_ids) - start, start, start, -1)
-        is_final, follows = num_tokens == sequence.planned_uncached, flight.place if flight.is_final else -1
+        flight = sequence.in_flight
+        follows = flight.place if flight is not None and flight.is_final else -1
+        is_final = num_tokens == sequence.planned_uncached
         return cls(sequence, num_tokens, 0, is_final, sequence.planned_length, sequence.most_length, follows)
 
     @property
@@ -158,12 +157,9 @@ class Scheduler:
         plans: dict[int, ScheduledRow] = {}
         prefilling = []
         for sequence in self.running:
-            if sequence.in_flight is None:
-                uncached = len(sequence.token_ids) - sequence.cache_length
-            elif self._may_continue(sequence):
-                uncached = sequence.planned_uncached
-            else:
+            if sequence.is_continued and not self._may_continue(sequence):
                 continue
+            uncached = sequence.planned_uncached
             if uncached <= _DECODE_ROWS:
                 num_tokens = min(uncached, max(budget - len(self.running), 1))
                 plans[sequence.arrival] = ScheduledRow.of(sequence, num_tokens)
@@ -191,13 +187,11 @@ class Scheduler:
 
     def _may_continue(self, sequence: Sequence) -> bool:
         """False when the sequence surely ends in the call in flight, or might pass its longest length in one more."""
-        if not sequence.is_continued:
-            return True
         return sequence.planned_output < sequence.max_output and sequence.most_length + 1 < self.max_length
 
     def _wanted_drafts(self, sequence: Sequence) -> int:
         wanted = self._drafting.wanted_drafts(sequence)
-        if sequence.in_flight is not None and sequence.is_continued:
+        if sequence.is_continued:
             wanted = min(wanted, self.max_length - 2 - sequence.most_length)
         return wanted
 

@@ -9,14 +9,22 @@ that request.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Generic, Protocol, TypeGuard, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from glm_mtp_export.artifact import Manifest
 
-__all__ = ["MAX_IN_FLIGHT", "AheadSession", "StepInputs", "StepOutputs", "StepSession"]
+__all__ = [
+    "MAX_IN_FLIGHT",
+    "AheadSession",
+    "SessionOver",
+    "StepInputs",
+    "StepOutputs",
+    "StepSession",
+    "can_launch_ahead",
+]
 
 MAX_IN_FLIGHT = 2  # calls launched and not collected: one that runs, one queued behind it
 
@@ -109,3 +117,28 @@ class AheadSession(StepSession, Protocol):
 
     def collect(self) -> StepOutputs:
         """Wait for the oldest uncollected call."""
+
+
+def can_launch_ahead(session: StepSession) -> TypeGuard[AheadSession]:
+    """True when calls of this session may be launched before the results of the one before are known."""
+    return hasattr(session, "launch")
+
+
+_Inner = TypeVar("_Inner", bound=StepSession)
+
+
+class SessionOver(Generic[_Inner]):
+    """Base of a session that runs another one's graph: it is what the other one is."""
+
+    def __init__(self, session: _Inner) -> None:
+        self._session = session
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the graph is."""
+        return self._session.manifest
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of each of the pools."""
+        return self._session.num_pages

@@ -1,8 +1,8 @@
 """From scheduled rows to the arrays of one call.
 
-In: rows with their pages. Out: `StepInputs`; for rows that continue an unseen one, the values for "no draft accepted", which the
-session corrects. Only arrays the artifact's graph has are filled; penalties and biases of
-a call cost [B, V] arrays and are built only when the graph was compiled for them.
+In: rows with their pages. Out: `StepInputs`; for rows that continue an unseen one, the values for "no draft accepted",
+which the session corrects, and no masks where they depend on unseen tokens. Only arrays the artifact's graph has are
+filled; penalties and biases of a call cost [B, V] arrays and are built only when the graph was compiled for them.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class StepBatcher:
             sample_offset=np.array([s.planned_output for s in sequences], dtype=np.int32),
             in_thinking_phase=np.array([s.phase.is_open for s in sequences], dtype=np.bool_),
             relaxed_delta=self._relaxed_delta,
-            token_bitmask=None if self._masks is None or self.bitmask_waits(rows) else self._masks.bitmask(rows),
+            token_bitmask=None if self._masks is None or self._bitmask_waits(rows) else self._masks.bitmask(rows),
             **self._penalties(rows),
         )
 
-    def bitmask_waits(self, rows: Items[ScheduledRow]) -> bool:
+    def _bitmask_waits(self, rows: Items[ScheduledRow]) -> bool:
         """True when a mask depends on tokens that are not known yet."""
         return self._masks is not None and any(row.follows >= 0 and is_restricted(row) for row in rows)
 

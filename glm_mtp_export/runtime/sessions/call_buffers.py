@@ -58,7 +58,6 @@ class LargeInput:
         num_bytes = StepLayout.of([spec], largest).num_bytes
         self._device, self._staging, self._copied = DeviceBuffer(num_bytes), PinnedBuffer(num_bytes), Event()
         self._neutral_bytes = 0  # so many at the start hold the byte that asks for nothing
-        # Constants that were looked through once, by identity.
 
     @property
     def address(self) -> int:

@@ -12,6 +12,7 @@ import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,8 +27,17 @@ from glm_mtp_export.runtime.cuda import DeviceBuffer, use_device
 from glm_mtp_export.runtime.logs import log_event
 from glm_mtp_export.runtime.rank_job import JobIdentity, LeaderSession, RankGroup, follow, lead
 from glm_mtp_export.runtime.rank_place import RankPlace, choose_card, place_from_environment
-from glm_mtp_export.runtime.session import AheadSession, Int32, StepInputs, StepOutputs, StepSession
+from glm_mtp_export.runtime.session import (
+    AheadSession,
+    Int32,
+    SessionOver,
+    StepInputs,
+    StepOutputs,
+    StepSession,
+    can_launch_ahead,
+)
 from glm_mtp_export.runtime.sessions.checkpoint_filler import CheckpointFiller
+from glm_mtp_export.tensorrt_toolchain import library_in_use
 
 __all__ = [
     "AheadRankSession",
@@ -40,6 +50,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+_Inner = TypeVar("_Inner", bound=StepSession)
 
 RankFiller = Callable[[Manifest, int], Callable[[WeightEntry, DeviceBuffer], None]]
 """From the whole manifest and a rank: what writes an entry of that rank's plan into its buffer."""
@@ -50,23 +61,14 @@ class _RankInputs(StepInputs):
     rank: Int32 | None = None  # [1]
 
 
-class RankSession:
-    """A session whose graph also wants to know its rank; leaves the group of cards when it closes."""
+class RankSession(SessionOver[_Inner]):
+    """A session whose graph also wants to know its rank, and whose weights are the rank's slices; leaves the group of cards when it
+    closes."""
 
-    def __init__(self, session: StepSession, place: RankPlace, close_group: Callable[[], None]) -> None:
-        self._session = session
+    def __init__(self, session: _Inner, place: RankPlace, close_group: Callable[[], None]) -> None:
+        super().__init__(session)
         self._rank = np.array([place.rank], dtype=np.int32)
         self._close_group = close_group
-
-    @property
-    def manifest(self) -> Manifest:
-        """What the graph is; weights are the rank's slices."""
-        return self._session.manifest
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of each of the pools."""
-        return self._session.num_pages
 
     def run(self, inputs: StepInputs) -> StepOutputs:
         """One call; every rank must make it."""
@@ -82,10 +84,8 @@ class RankSession:
         self._close_group()
 
 
-class AheadRankSession(RankSession):
+class AheadRankSession(RankSession[AheadSession]):
     """The same over a session that launches ahead; every rank must do the same in the same order."""
-
-    _session: AheadSession
 
     def launch(self, inputs: StepInputs, follows: Int32 | None = None) -> None:
         """Queue a call."""
@@ -102,7 +102,9 @@ class AheadRankSession(RankSession):
 
 def rank_session(session: StepSession, place: RankPlace, close_group: Callable[[], None]) -> RankSession:
     """One that launches ahead if `session` does."""
-    return (AheadRankSession if hasattr(session, "launch") else RankSession)(session, place, close_group)
+    if can_launch_ahead(session):
+        return AheadRankSession(session, place, close_group)
+    return RankSession(session, place, close_group)
 
 
 class _CardLoader:
@@ -116,7 +118,7 @@ class _CardLoader:
         choose_card(place)
         folder = engine_directory(directory, profile.backend)
         EngineManifest.load(folder)  # a missing engine is named before its library is
-        self._group = Collectives(folder / LIBRARY_NAME)
+        self._group = Collectives(library_in_use(folder / LIBRARY_NAME))
 
     def name_group(self) -> bytes:
         return self._group.unique_id()
