@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,11 @@ class StageRow:
     of_ceiling: float | None
 
 
+def _stage_of(names: Collection[str]) -> str:
+    """Of a node that reads these inputs."""
+    return next((stage for key, stage in _BY_WEIGHT if any(key in name for name in names)), OTHER)
+
+
 def node_stages(step: Path) -> dict[str, tuple[str, str]]:
     """Node name to (part, stage). The draft begins at the first node that reads a draft weight."""
     import onnx
@@ -60,7 +65,7 @@ def node_stages(step: Path) -> dict[str, tuple[str, str]]:
     for node in nodes:
         if any(name.startswith("draft.") for name in node.input):
             part = "draft"
-        stage = next((s for key, s in _BY_WEIGHT if any(key in name for name in node.input)), OTHER)
+        stage = _stage_of(node.input)
         found[node.name] = part, stage
     return found
 
@@ -115,7 +120,7 @@ def decode_rows(
     steps = speculation.num_speculative_tokens
     for weight in manifest.weights:
         part = weight.name.split(".")[0]
-        stage = next((s for key, s in _BY_WEIGHT if key in weight.name), OTHER)
+        stage = _stage_of([weight.name])
         if stage not in ("experts", OTHER):
             work[part, stage] += weight.num_bytes * (steps if part == "draft" else 1)
         if stage == "head":
@@ -142,7 +147,7 @@ def prefill_rows(
     config = manifest.config
     sums, work, quantised = by_stage(layers, stages), defaultdict(float), set()
     for weight in manifest.weights:
-        stage = next((s for key, s in _BY_WEIGHT if key in weight.name), OTHER)
+        stage = _stage_of([weight.name])
         if (
             not weight.name.startswith("target")
             or weight.name.endswith(("scale", "global", "bias"))

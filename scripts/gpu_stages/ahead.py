@@ -22,21 +22,19 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "runtime" / "sessions")]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests" / "runtime" / "sessions")]
 
 from decode_chain import EVERYTHING, DecodeChain  # noqa: E402
 
-from glm_mtp_export.artifact import MANIFEST_NAME, Manifest  # noqa: E402
-from glm_mtp_export.demo import nano_checkpoint  # noqa: E402
-from glm_mtp_export.engine.profile import load_profile  # noqa: E402
-from glm_mtp_export.engine_manifest import ENGINE_MANIFEST_NAME, EngineManifest, engine_directory  # noqa: E402
-from glm_mtp_export.export import ExportOptions, export_checkpoint  # noqa: E402
+from glm_mtp_export.artifact import Manifest  # noqa: E402
+from glm_mtp_export.engine_manifest import EngineManifest  # noqa: E402
 from glm_mtp_export.runtime import Runtime, SamplingParams  # noqa: E402
 from glm_mtp_export.runtime.ahead import HostAheadSession  # noqa: E402
 from glm_mtp_export.runtime.masks import constant  # noqa: E402
 from glm_mtp_export.runtime.sampling import StructuredOutput  # noqa: E402
 from glm_mtp_export.runtime.session import StepInputs, StepOutputs  # noqa: E402
 from glm_mtp_export.runtime.sessions.tensorrt import TensorRtSession  # noqa: E402
+from gpu_stages.artifacts import at_home, built  # noqa: E402
 
 ARTIFACT = "ahead"
 NUM_CHAINS = 40
@@ -46,15 +44,7 @@ BATCHES, CONTEXT, NUM_CALLS = (1, 4, 16), 512, 100
 
 def build(work: Path) -> EngineManifest:
     """Export and build the engine, unless it is there."""
-    from glm_mtp_export.engine import tensorrt
-
-    artifact, profile = work / ARTIFACT, load_profile("nano-h200")
-    folder = engine_directory(artifact, profile.backend)
-    if (folder / ENGINE_MANIFEST_NAME).is_file():
-        return EngineManifest.load(folder)
-    options = ExportOptions(dialect="device", dtype="bfloat16", speculation=EVERYTHING, overwrite=True)
-    export_checkpoint(nano_checkpoint(), artifact, options)
-    return tensorrt.build(artifact, profile).manifest
+    return built(work / ARTIFACT, "bfloat16", "bfloat16", EVERYTHING)
 
 
 def difference(found: StepOutputs, expected: StepOutputs) -> str:
@@ -174,11 +164,9 @@ def compared_answers(artifact: Path, backend: str) -> dict[str, Any]:
 
 def engine(work: Path) -> dict[str, Any]:
     """Everything."""
-    built = build(work)
-    artifact, profile = work / ARTIFACT, built.profile
-    # An artifact that was built elsewhere names the checkpoint's folder of that machine.
-    manifest = dataclasses.replace(Manifest.load(artifact), checkpoint=str(nano_checkpoint()))
-    (artifact / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+    made = build(work)
+    artifact, profile = work / ARTIFACT, made.profile
+    manifest = at_home(artifact)
     session = TensorRtSession.load(artifact, manifest, profile)
     try:
         found = {**chains(session, manifest), "rows": times(session, manifest)}
@@ -190,7 +178,7 @@ def engine(work: Path) -> dict[str, Any]:
     found["close_seconds"] = round(time.perf_counter() - begin, 3)
     found |= compared_answers(artifact, profile.backend)
     found["problems"] += found.pop("answer_problems")
-    return {**found, "toolchain": dict(built.toolchain)}
+    return {**found, "toolchain": dict(made.toolchain)}
 
 
 def main() -> None:

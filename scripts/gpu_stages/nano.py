@@ -10,7 +10,6 @@ task accuracy, the four caches layer by layer, acceptance over a thousand tokens
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import statistics
 import sys
@@ -26,14 +25,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from nano.chats import TASKS  # noqa: E402
 from nano.evaluate import exams  # noqa: E402
 
-from glm_mtp_export.artifact import MANIFEST_NAME, Manifest  # noqa: E402
+from glm_mtp_export.artifact import Manifest  # noqa: E402
 from glm_mtp_export.config import SpeculationConfig  # noqa: E402
 from glm_mtp_export.demo import nano_checkpoint  # noqa: E402
 from glm_mtp_export.engine.profile import load_profile  # noqa: E402
-from glm_mtp_export.engine_manifest import ENGINE_MANIFEST_NAME, EngineManifest, engine_directory  # noqa: E402
+from glm_mtp_export.engine_manifest import EngineManifest  # noqa: E402
 from glm_mtp_export.export import ExportOptions, export_checkpoint  # noqa: E402
 from glm_mtp_export.runtime import Runtime, SamplingParams  # noqa: E402
 from glm_mtp_export.runtime.session import StepInputs  # noqa: E402
+from gpu_stages.artifacts import at_home, built  # noqa: E402
 from gpu_stages.caches import feed_tokens, layer_errors, reference_rows  # noqa: E402
 
 NUM_DRAFTS = 3
@@ -167,30 +167,15 @@ def decode_rows(session: Any, dtype: str) -> list[dict[str, Any]]:
 
 def build(work: Path, dtype: str) -> EngineManifest:
     """Export and build the engine of one weight format, unless it is there."""
-    from glm_mtp_export.engine import tensorrt
-
-    artifact, profile = work / dtype, load_profile("nano-h200")
-    folder = engine_directory(artifact, profile.backend)
-    if (folder / ENGINE_MANIFEST_NAME).is_file():
-        return EngineManifest.load(folder)
-    options = ExportOptions(
-        dialect="device",
-        dtype=dtype,
-        cache_dtype=CACHE_DTYPES[dtype],
-        speculation=SpeculationConfig(num_speculative_tokens=NUM_DRAFTS),
-        overwrite=True,
-    )
-    export_checkpoint(nano_checkpoint(), artifact, options)
-    return tensorrt.build(artifact, profile).manifest
+    speculation = SpeculationConfig(num_speculative_tokens=NUM_DRAFTS)
+    return built(work / dtype, dtype, CACHE_DTYPES[dtype], speculation)
 
 
 def engine(work: Path, dtype: str) -> dict[str, Any]:
     """Everything about one weight format."""
-    built = build(work, dtype)
-    artifact, profile = work / dtype, built.profile
-    # An artifact that was built elsewhere names the checkpoint's folder of that machine.
-    manifest = dataclasses.replace(Manifest.load(artifact), checkpoint=str(nano_checkpoint()))
-    (artifact / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+    made = build(work, dtype)
+    artifact, profile = work / dtype, made.profile
+    manifest = at_home(artifact)
     begin = time.perf_counter()
     expected = wait_for_oracle(work)
     with Runtime.load(artifact, backend=profile.backend, profile=profile) as runtime:
@@ -207,8 +192,8 @@ def engine(work: Path, dtype: str) -> dict[str, Any]:
     return {
         "dtype": dtype,
         "cache_dtype": CACHE_DTYPES[dtype],
-        "plugin_layers": built.num_plugin_layers,
-        "toolchain": dict(built.toolchain),
+        "plugin_layers": made.num_plugin_layers,
+        "toolchain": dict(made.toolchain),
         "load_seconds": round(load_seconds, 2),
         "exams": len(outputs),
         "differences": first_differences(expected, outputs),

@@ -12,7 +12,6 @@ ends the others within END_SECONDS. DTYPE is of the weights, bfloat16 unless giv
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -27,14 +26,11 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from glm_mtp_export.artifact import MANIFEST_NAME, Manifest  # noqa: E402
 from glm_mtp_export.config import ParallelConfig, SpeculationConfig  # noqa: E402
-from glm_mtp_export.demo import nano_checkpoint  # noqa: E402
-from glm_mtp_export.engine.profile import load_profile  # noqa: E402
-from glm_mtp_export.engine_manifest import ENGINE_MANIFEST_NAME, engine_directory  # noqa: E402
 from glm_mtp_export.runtime import Runtime, SamplingParams  # noqa: E402
 from glm_mtp_export.runtime.sessions.rank import follow_artifact  # noqa: E402
 from gpu_stages import nano  # noqa: E402
+from gpu_stages.artifacts import at_home, built  # noqa: E402
 
 CLOSE_NATS = {"bfloat16": 0.1, "float8_e4m3fn": 1.5, "float4_e2m1fnx2": 1.5}
 END_SECONDS, JOB_SECONDS = 45, 120
@@ -50,18 +46,9 @@ def prepare(work: Path, size: int, dtype: str) -> None:
     """Export and build what is not there."""
     for name, parallel in splits(size).items():
         artifact = work / dtype / name
-        if not (engine_directory(artifact, BACKEND) / ENGINE_MANIFEST_NAME).is_file():
-            from glm_mtp_export.engine import tensorrt
-            from glm_mtp_export.export import ExportOptions, export_checkpoint
-
-            speculation = SpeculationConfig(num_speculative_tokens=nano.NUM_DRAFTS, num_logprobs=2)
-            cache_dtype = nano.CACHE_DTYPES[dtype]
-            options = ExportOptions("device", dtype, cache_dtype, speculation, parallel, overwrite=True)
-            export_checkpoint(nano_checkpoint(), artifact, options)
-            tensorrt.build(artifact, load_profile("nano-h200"))
-        # What was built elsewhere names the checkpoint's folder of that machine.
-        manifest = dataclasses.replace(Manifest.load(artifact), checkpoint=str(nano_checkpoint()))
-        (artifact / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        speculation = SpeculationConfig(num_speculative_tokens=nano.NUM_DRAFTS, num_logprobs=2)
+        built(artifact, dtype, nano.CACHE_DTYPES[dtype], speculation, parallel)
+        at_home(artifact)
 
 
 def answers(artifact: Path, out: Path) -> None:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
+import emulated
 import pytest
+from emulated import KERNELS
 
-KERNELS = Path(__file__).parents[2] / "plugins" / "kernels"
-CUDA_INCLUDE = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"
-
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or not CUDA_INCLUDE.is_dir(), reason="needs g++ and the CUDA headers"
-)
+pytestmark = emulated.needs_compiler
 
 
 def between(name: str, begin: str, end: str) -> str:
@@ -36,13 +31,8 @@ KERNEL_TEXT = between(
 
 def compiled(folder: Path, protocol: str = PROTOCOL, kernels: str = KERNEL_TEXT) -> Path:
     """The emulator around the texts."""
-    (folder / "protocol_text.inc").write_text(protocol, encoding="utf-8")
-    (folder / "kernel_text.inc").write_text(kernels, encoding="utf-8")
-    program = folder / "emulator"
-    include = [f"-I{folder}", f"-I{KERNELS / 'src'}", f"-I{KERNELS / 'include'}", f"-isystem{CUDA_INCLUDE}"]
-    source = str(Path(__file__).parent / "exchange_emulator.cpp")
-    subprocess.run(["g++", "-std=c++20", "-O1", "-w", *include, source, "-pthread", "-o", str(program)], check=True)
-    return program
+    texts = {"protocol_text.inc": protocol, "kernel_text.inc": kernels}
+    return emulated.compiled(folder, "exchange_emulator.cpp", texts)
 
 
 @pytest.fixture(scope="module")

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
+import emulated
 import pytest
+from emulated import KERNELS
 
-KERNELS = Path(__file__).parents[2] / "plugins" / "kernels"
-CUDA_INCLUDE = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"
 BEST, GATHER, SWAP, SHARES = range(4)
 TEXT = (KERNELS / "src" / "smxx_large_sums.cu").read_text(encoding="utf-8")
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or not CUDA_INCLUDE.is_dir(), reason="needs g++ and the CUDA headers"
-)
+pytestmark = emulated.needs_compiler
 
 
 def compiled(folder: Path, text: str) -> Path:
     """The emulator around the text between its marks and the constants above it."""
     paths = text[text.index("// ---- the ways of a sum") : text.index("// ---- end of what the test runs")]
     constants = [line for line in text.splitlines() if line.startswith("constexpr int64_t")]
-    (folder / "sum_paths.inc").write_text("\n".join([*constants, paths]), encoding="utf-8")
-    program = folder / "large_sums"
-    include = [f"-I{folder}", f"-I{KERNELS / 'src'}", f"-I{KERNELS / 'include'}", f"-isystem{CUDA_INCLUDE}"]
-    source = str(Path(__file__).parent / "large_sums_emulator.cpp")
-    subprocess.run(["g++", "-std=c++20", "-O1", "-w", *include, source, "-pthread", "-o", str(program)], check=True)
-    return program
+    return emulated.compiled(folder, "large_sums_emulator.cpp", {"sum_paths.inc": "\n".join([*constants, paths])})
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,16 @@ from glm_mtp_export.runtime.session import StepInputs
 TOKENIZER = byte_tokenizer()
 
 
+def all_ids(engine: Engine) -> list[list[int]]:
+    """Run an engine to its end; the ids of its requests in the order of their names."""
+    out: dict[str, list[int]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.completion is not None:
+                out[delta.request_id] = list(delta.completion.token_ids)
+    return [out[name] for name in sorted(out)]
+
+
 @dataclass
 class Bench:
     """Engine, session and what came out."""

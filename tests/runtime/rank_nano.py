@@ -13,6 +13,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
 import torch
+from harness import all_ids
 
 from glm_mtp_export import ops
 from glm_mtp_export.artifact import PORTABLE, Manifest, cache_specs, step_inputs, step_outputs
@@ -122,12 +123,7 @@ def answers(session) -> list[list[int]]:  # type: ignore[no-untyped-def]
     for index, text in enumerate(PROMPTS):
         params = SamplingParams(max_tokens=16, temperature=0.7 if index == 1 else 0.0, seed=index)
         engine.add_request(Request(f"r{index}", tuple(tokenizer.encode_prompt(text)), params))
-    out: dict[str, list[int]] = {}
-    while engine.has_work:
-        for delta in engine.step():
-            if delta.completion is not None:
-                out[delta.request_id] = list(delta.completion.token_ids)
-    return [out[name] for name in sorted(out)]
+    return all_ids(engine)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_model import FakeSession, byte_tokenizer, fake_manifest
+from harness import all_ids
 
 from glm_mtp_export.errors import EngineError, GlmMtpError
 from glm_mtp_export.runtime.ahead import HostAheadSession
@@ -111,12 +112,7 @@ def generated(session) -> list[list[int]]:  # type: ignore[no-untyped-def]
     for index, text in enumerate((b"one prompt", b"another, longer prompt" * 5)):
         params = SamplingParams(max_tokens=24, temperature=0.7, seed=index, min_tokens=12 * index)
         engine.add_request(Request(f"r{index}", tuple(text), params))
-    out: dict[str, list[int]] = {}
-    while engine.has_work:
-        for delta in engine.step():
-            if delta.completion is not None:
-                out[delta.request_id] = list(delta.completion.token_ids)
-    return [out[name] for name in sorted(out)]
+    return all_ids(engine)
 
 
 def main() -> int:
