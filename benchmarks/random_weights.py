@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,10 @@ import torch
 from glm_mtp_export.artifact import Manifest, WeightEntry
 from glm_mtp_export.checkpoint.sharding import Cut, rank_cut
 
-__all__ = ["RandomFiller", "random_pieces"]
+__all__ = ["Change", "RandomFiller", "lost_part", "random_pieces", "rounded_once_more"]
+
+Change = Callable[[WeightEntry, torch.Tensor, torch.Generator], torch.Tensor]
+"""Of a weight and whole rows of it as they are stored: what to store instead; the generator is seeded by name and place."""
 
 _CHUNK_VALUES = 1 << 25
 _QUANTISED_FAN_IN = 6144  # of nearly all quantised weights
@@ -28,14 +31,14 @@ _QUANTISED_FAN_IN = 6144  # of nearly all quantised weights
 class RandomFiller:
     """Called with a weight of the rank's plan and the buffer on the current card that takes it."""
 
-    def __init__(self, manifest: Manifest, rank: int = 0) -> None:
+    def __init__(self, manifest: Manifest, rank: int = 0, change: Change | None = None) -> None:
         self._whole = {entry.name: entry for entry in manifest.weights}
-        self._parallel, self._rank = manifest.parallel, rank
+        self._parallel, self._rank, self._change = manifest.parallel, rank, change
         self._copy = ctypes.CDLL("libcuda.so.1").cuMemcpyDtoD_v2
 
     def __call__(self, entry: WeightEntry, buffer: Any) -> None:
         whole, offset = self._whole[entry.name], 0
-        for piece in random_pieces(whole, rank_cut(whole, self._parallel, self._rank), "cuda"):
+        for piece in random_pieces(whole, rank_cut(whole, self._parallel, self._rank), "cuda", self._change):
             size = piece.numel() * piece.element_size()
             to, source = ctypes.c_uint64(buffer.address + offset), ctypes.c_uint64(piece.data_ptr())
             if status := self._copy(to, source, ctypes.c_size_t(size)):
@@ -46,7 +49,7 @@ class RandomFiller:
             raise RuntimeError(f"{entry.name}: made {offset} bytes, expected {entry.num_bytes}")
 
 
-def random_pieces(whole: WeightEntry, cut: Cut, device: str) -> Iterator[torch.Tensor]:
+def random_pieces(whole: WeightEntry, cut: Cut, device: str, change: Change | None = None) -> Iterator[torch.Tensor]:
     """The slice `cut` of a weight, as contiguous pieces that follow each other."""
     columns, num_rows = whole.shape[-1], math.prod(whole.shape[:-1])
     chunk = max(_CHUNK_VALUES // columns, 1)
@@ -67,6 +70,9 @@ def random_pieces(whole: WeightEntry, cut: Cut, device: str) -> Iterator[torch.T
         generator.manual_seed(zlib.crc32(f"{whole.name} {begin}".encode()))
         values = torch.randn((end - begin, columns), device=device, generator=generator)
         made = _stored(whole, values)
+        if change is not None:
+            generator.manual_seed(zlib.crc32(f"change of {whole.name} {begin}".encode()))
+            made = change(whole, made, generator)
         rows = torch.cat([made[start:stop] for start, stop in parts]) if len(parts) > 1 else made[slice(*parts[0])]
         if column_ranges != [(0, columns)]:
             rows = torch.cat([rows[:, start:stop] for start, stop in column_ranges], dim=1)
@@ -104,3 +110,28 @@ def _stored(entry: WeightEntry, values: torch.Tensor) -> torch.Tensor:
     elif not entry.name.endswith("embed"):
         values = values * entry.shape[-1] ** -0.5
     return values.to(torch.bfloat16) if entry.dtype == "bfloat16" else values
+
+
+def rounded_once_more(entry: WeightEntry, made: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Noise in a product that ranks add up, of the size of one rounding to bf16, relative to the whole. It goes into the values
+    where they are bf16, else into the scales of their blocks, which are as independent."""
+    is_summed = entry.shard_axis == len(entry.shape) - 1
+    if not is_summed or made.dtype == torch.uint8:
+        return made
+    noise = torch.rand(made.shape, device=made.device, generator=generator) * 2 - 1
+    if made.dtype == torch.float32:
+        return made * (1 + noise * 2**-9)  # half a unit in bf16's last place at most
+    # One in twelve goes to a neighbour: in the mean of squares the twelfth of a unit's square that a rounding makes.
+    step = (noise > 11 / 12).short() - (noise < -11 / 12).short()
+    return torch.where(made == 0, made, (made.view(torch.int16) + step).view(torch.bfloat16))
+
+
+def lost_part(name: str) -> Change:
+    """Without the second half of the columns of a weight: what a sum of two ranks would be without the second one's part."""
+
+    def change(entry: WeightEntry, made: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        if entry.name == name:
+            made[:, made.shape[1] // 2 :] = 0
+        return made
+
+    return change

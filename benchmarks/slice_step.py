@@ -49,15 +49,22 @@ PROFILE = EngineProfile(
 )
 
 
-def prepare(folder: Path, layout: str, cache_dtype: str, parallel: ParallelConfig, num_logprobs: int) -> None:
+def prepare(
+    folder: Path,
+    layout: str,
+    cache_dtype: str,
+    parallel: ParallelConfig,
+    num_logprobs: int,
+    num_layers: int = NUM_LAYERS,
+) -> None:
     """Headers of a slice checkpoint and its device artifact: no weights anywhere."""
     from glm_mtp_export.checkpoint.layouts import GLM_5_2_CONFIG
     from glm_mtp_export.checkpoint.synthetic import write_stand_in
     from glm_mtp_export.export import ExportOptions, export_checkpoint
 
     config = GLM_5_2_CONFIG | {
-        "num_hidden_layers": NUM_LAYERS,
-        "indexer_types": GLM_5_2_CONFIG["indexer_types"][:NUM_LAYERS],
+        "num_hidden_layers": num_layers,
+        "indexer_types": GLM_5_2_CONFIG["indexer_types"][:num_layers],
     }
     write_stand_in(folder / "checkpoint", config, layout, num_shards=1, filling="headers", block=(128, 128))
     speculation = SpeculationConfig(NUM_DRAFTS, num_logprobs=num_logprobs)
@@ -291,7 +298,7 @@ def run(folder: Path, out: Path, plugins: Path | None, shares: bool) -> None:
             "cache_dtype": manifest.cache_dtype,
             "context": CONTEXT,
             "num_drafts": NUM_DRAFTS,
-            "layers": NUM_LAYERS,
+            "layers": manifest.config.num_hidden_layers,
             "ranks": num_ranks,
             "expert_parallel": manifest.parallel.expert_parallel,
             "num_logprobs": manifest.speculation.num_logprobs,
@@ -351,14 +358,15 @@ def main() -> None:
     cli.add_argument("--cache-dtype", default="float8_e4m3fn", choices=("bfloat16", "float8_e4m3fn"))
     cli.add_argument("--tensor-parallel-size", type=int, default=1)
     cli.add_argument("--expert-parallel", action="store_true")
-    cli.add_argument("--num-logprobs", type=int, default=-1)
+    cli.add_argument("--num-logprobs", type=int, default=-1, help="of prepare: for slice_parity.py")
+    cli.add_argument("--num-layers", type=int, default=NUM_LAYERS, help="of prepare")
     cli.add_argument("--out", type=Path, default=Path("slice.json"))
     cli.add_argument("--plugins", type=Path, default=None)
     cli.add_argument("--no-shares", action="store_true", help="skip the profile of kernels")
     options = cli.parse_args()
     if options.stage == "prepare":
         parallel = ParallelConfig(options.tensor_parallel_size, options.expert_parallel)
-        prepare(options.folder, options.format, options.cache_dtype, parallel, options.num_logprobs)
+        prepare(options.folder, options.format, options.cache_dtype, parallel, options.num_logprobs, options.num_layers)
     elif options.stage == "build":
         build_engine(options.folder, options.plugins)
     elif options.stage == "compare":
