@@ -36,9 +36,9 @@ from slice_step import CONTEXT, NUM_DRAFTS, PROFILE, Requests
 
 from glm_mtp_export.artifact import Manifest
 
-NUM_REQUESTS, NUM_CALLS, PROMPT = 32, 16, CONTEXT - 64
+NUM_REQUESTS, NUM_CALLS, PROMPT = 16, 16, CONTEXT - 64
 ROWS = NUM_DRAFTS + 1  # of a request in a call, all of them given
-SMALL_BATCH = 8
+SMALL_BATCH = 4
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ def run_one(folder: Path, out: Path) -> None:
     _write(out.with_suffix(".json"), manifest, [(parity, follows_rule(noise, parity)) for parity in found])
 
 
-def run_several(folder: Path, of: Path, out: Path) -> None:
-    """Choices of a job of several ranks, on rank 0; on a rank above 0, follow."""
+def run_several(folder: Path, of: Path, out: Path, num_requests: int) -> None:
+    """Choices of a job of several ranks for the first requests, on rank 0; on a rank above 0, follow."""
     from random_weights import RandomFiller
 
     from glm_mtp_export.runtime.sessions.rank import follow_artifact, open_leader
@@ -198,11 +198,12 @@ def run_several(folder: Path, of: Path, out: Path) -> None:
     noise = Parity(**json.loads(of.with_suffix(".json").read_text(encoding="utf-8"))["rows"][1]["parity"])
     session = open_leader(artifact, manifest, PROFILE, RandomFiller)
     try:
-        found = replayed(session, prompts(manifest.tokenizer_size), saved["sequences"])
+        texts = prompts(manifest.tokenizer_size)[:num_requests]
+        found = replayed(session, texts, saved["sequences"][:num_requests])
     finally:
         session.close()
     parallel = manifest.parallel
-    name = f"{parallel.tensor_parallel_size} cards by {'experts' if parallel.expert_parallel else 'columns'}"
+    name = f"{parallel.tensor_parallel_size} ranks by {'experts' if parallel.expert_parallel else 'columns'}"
     parity = compared(name, Choices(saved["ids"], saved["logprobs"]), found)
     _write(out, manifest, [(parity, follows_rule(noise, parity))])
 
@@ -212,7 +213,6 @@ def _write(out: Path, manifest: Manifest, rows: list[tuple[Parity, bool]]) -> No
         "dtype": manifest.dtype,
         "cache_dtype": manifest.cache_dtype,
         "layers": manifest.config.num_hidden_layers,
-        "requests": NUM_REQUESTS,
         "context": CONTEXT,
         "rows": [{"parity": asdict(parity), "follows_rule": follows} for parity, follows in rows],
     }
@@ -227,6 +227,7 @@ def main() -> None:
     cli.add_argument("stage", choices=("one", "several"))
     cli.add_argument("folder", type=Path)
     cli.add_argument("--of", type=Path, help="of several: what `one` wrote")
+    cli.add_argument("--requests", type=int, default=NUM_REQUESTS, help="of several: the first of them only")
     cli.add_argument("--out", type=Path, required=True)
     options = cli.parse_args()
     logging.basicConfig(level=logging.INFO)
@@ -235,7 +236,7 @@ def main() -> None:
     elif options.of is None:
         cli.error("several: --of names what `one` wrote")
     else:
-        run_several(options.folder, options.of, options.out)
+        run_several(options.folder, options.of, options.out, options.requests)
 
 
 if __name__ == "__main__":
