@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,12 +106,13 @@ def test_margins_move_by_the_noise_that_was_put_in() -> None:
     assert 0.03 < found.moved_median < 0.07 < found.moved_99 < 0.3
     assert 0 < found.different < 20
     assert found.largest_margin <= found.moved_most
-    assert compared("none", one, one) == Parity("none", 3 * 41, 0, 0.0, 0.0, 0.0, 0.0, 0)
+    assert compared("none", one, one) == Parity("none", 3 * 41, 0, 0.0, 0.0, 0.0, 0.0, 3 * 11, 0, 0)
 
 
 def test_a_token_that_is_not_listed_counts_as_moved_to_the_end_of_the_list() -> None:
-    one = Choices(np.array([[[3, 4]]], np.int32), np.array([[[-1.0, -2.0]]], np.float32))
-    other = Choices(np.array([[[5, 3]]], np.int32), np.array([[[-0.5, -3.0]]], np.float32))
+    way = (np.array([[0]], np.int32), np.array([[3]], np.int32), np.array([[6]], np.int32))
+    one = Choices(np.array([[[3, 4]]], np.int32), np.array([[[-1.0, -2.0]]], np.float32), *way)
+    other = Choices(np.array([[[5, 3]]], np.int32), np.array([[[-0.5, -3.0]]], np.float32), *way)
     found = compared("other", one, other)
     assert (found.out_of_sight, found.different, found.largest_margin, found.moved_most) == (1, 1, 1.0, 1.0)
 
@@ -119,16 +121,41 @@ def test_the_smaller_batch_decides_how_many_requests_are_compared() -> None:
     sequences = slice_parity.own_way(ToySession(5), texts(), 9)
     whole = slice_parity.replayed(ToySession(0), texts(), sequences)
     part = slice_parity.replayed(ToySession(0), texts()[:2], sequences[:2])
-    assert compared("part", whole, part) == Parity("part", 2 * 9, 0, 0.0, 0.0, 0.0, 0.0, 0)
+    assert compared("part", whole, part) == Parity("part", 2 * 9, 0, 0.0, 0.0, 0.0, 0.0, 2 * 3, 0, 0)
+
+
+def test_drafts_count_where_both_runs_go_on_alike() -> None:
+    sequences = slice_parity.own_way(ToySession(5), texts(), 41)
+    right, wrong = (slice_parity.replayed(ToySession(hits), texts(), sequences) for hits in (10, 0))
+    found = compared("drafts", right, wrong)
+    assert (found.different, found.drafts, found.different_drafts) == (0, 3 * 11, 3 * 11)
+    way = np.where(np.arange(11) == 4, 1, wrong.next_tokens)
+    parted = replace(wrong, next_tokens=way.astype(np.int32))
+    assert compared("drafts", right, parted).drafts == 3 * 10
+
+
+NOISE = Parity("noise", 1000, 100, 0.2, 0.1, 0.4, 0.8, 200, 40, 0)
 
 
 @pytest.mark.parametrize(
-    ("median", "most", "margin", "follows"),
-    [(0.1, 0.5, 0.9, True), (0.25, 0.5, 0.9, False), (0.1, 0.9, 0.9, False), (0.1, 0.5, 1.3, False)],
+    ("changed", "follows"),
+    [
+        ({}, True),
+        ({"different": 140}, True),  # 0.14 against 0.10: 2.7 deviations
+        ({"different": 146}, False),
+        ({"positions": 250, "different": 40}, True),  # 0.16, but of fewer
+        ({"different_drafts": 62}, True),
+        ({"different_drafts": 68}, False),
+        ({"drafts": 0, "different_drafts": 0}, True),
+        ({"moved_median": 0.124}, True),
+        ({"moved_median": 0.126}, False),
+        ({"largest_margin": 0.99}, True),
+        ({"largest_margin": 1.01}, False),
+    ],
+    ids=str,
 )
-def test_the_rule(median: float, most: float, margin: float, follows: bool) -> None:
-    noise = Parity("noise", 100, 3, 0.2, 0.1, 0.4, 0.6, 0)
-    assert follows_rule(noise, Parity("other", 100, 4, margin, median, most, 9.0, 0)) == follows
+def test_the_rule(changed: dict[str, float], follows: bool) -> None:
+    assert follows_rule(NOISE, replace(NOISE, **changed)) == follows
 
 
 def entry(name: str, shape: tuple[int, ...], axis: int | None, dtype: str, component: str = "values") -> WeightEntry:
