@@ -4,8 +4,8 @@
     python benchmarks/rank_tables.py           print the sections
     python benchmarks/rank_tables.py --write   put them into the page; after a new run, that is all there is to do
 
-Sections: `sums` (sums between two cards, by size), `slice` (a slice of GLM-5.2 on one and on two cards), `ids` (whose ids part
-where), `nano` (the embedded model), `projection` (project_ranks.py).
+Sections: `sums` (sums between two cards, by size), `slice` (a slice of GLM-5.2 on one and on two cards), `ids` (choices on the
+same tokens), `nano` (the embedded model), `projection` (project_ranks.py).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import project_ranks
 from project_ranks import document, line
 
 PAGE = Path(__file__).parents[1] / "docs" / "eight-gpus.md"
+PARITY_FILE = "parity-h200.json"
 SPLITS = ("one", "columns", "experts")
 CARDS = ("one card", "two by columns", "two by experts")
 
@@ -75,25 +76,35 @@ def slice_table() -> str:
     return "\n".join([*lines, "", f"Prefill of one 8k prompt, tokens/s: {rates}.", *notes]) + "\n"
 
 
+def slice_name(of: Mapping[str, Any]) -> str:
+    """A slice of results/parity-*.json in words."""
+    weights = {"float8_e4m3fn": "FP8", "bfloat16": "bf16"}[of["dtype"]]
+    return f"{weights}, {of['layers']} layers and MTP"
+
+
 def ids_table() -> str:
-    """After how many greedy ids requests of two runs of the slice part."""
-    found = document(project_ranks.SLICE_FILE)["ids"]
-    lines = [
-        line("compared", ["requests", "equal", "ids before they part", "nats between the two likeliest there"]),
-        "|---" * 5 + "|",
+    """Choices of changed weights and of two ranks against one card's, on the same tokens."""
+    heads = [
+        "ids that differ",
+        "largest margin there, nats",
+        "margins moved, nats: median, most",
+        "drafts that differ",
+        "within the rule",
     ]
-
-    def add(name: str, of: Mapping[str, Any]) -> None:
-        places, margins = of["parted_after"], of["margins"]
-        cells = [f"{min(places)} to {max(places)}, median {statistics.median(places):g}"] if places else ["-"]
-        cells += [f"{min(margins):.3f} to {max(margins):.3f}"] if margins else ["-"]
-        lines.append(line(name, [str(of["requests"]), str(of["equal"]), *cells]))
-
-    add("one card against itself: batch 8, the same in batch 32", found["own"]["8"])
-    for name in SPLITS[1:]:
-        for batch in ("8", "32"):
-            add(f"one card, two by {name}, batch {batch}", found[name][batch])
-    return "\n".join(lines) + "\n"
+    lines = []
+    for of in document(PARITY_FILE)["slices"]:
+        lines += ["", line(slice_name(of), heads), "|---" * 6 + "|"]
+        for row in of["rows"]:
+            found = row["parity"]
+            cells = [
+                f"{found['different']} of {found['positions']:,}",
+                f"{found['largest_margin']:.2f}",
+                f"{found['moved_median']:.3f}, {found['moved_most']:.2f}",
+                f"{found['different_drafts']} of {found['drafts']}",
+                "yes" if row["follows_rule"] else "no",
+            ]
+            lines.append(line(found["name"], cells))
+    return "\n".join(lines[1:]) + "\n"
 
 
 def nano_table() -> str:

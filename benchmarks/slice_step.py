@@ -5,12 +5,11 @@
     python benchmarks/slice_step.py build DIR                               anywhere with TensorRT(-RTX): the engine
     python benchmarks/slice_step.py run DIR --out FILE                      on the card: random weights, times
     torchrun --nproc-per-node N benchmarks/slice_step.py run DIR --out FILE on N cards, of an artifact prepared for them
-    python benchmarks/slice_step.py compare ONE.ids.json OTHER.ids.json     where ids of two runs part
 
-`prepare` takes --tensor-parallel-size and --expert-parallel, and --num-logprobs 2 for margins beside the ids. `run` builds the
+`prepare` takes --tensor-parallel-size and --expert-parallel, and what slice_parity.py needs. `run` builds the
 engine if it is not there, fills the weights with random values (random_weights.py: one model for any number of ranks), prefills 8k
 random tokens a request, then times whole decode steps, host included, by the wall clock around `session.run`. A profile of a few
-steps gives the share of every kernel, on rank 0. Rows go to FILE as JSON and to standard output as a table, greedy ids beside it.
+steps gives the share of every kernel, on rank 0. Rows go to FILE as JSON and to standard output as a table.
 """
 
 from __future__ import annotations
@@ -88,21 +87,12 @@ class Requests:
         self.block_table = (np.arange(batch * pages, dtype=np.int32) + 8).reshape(batch, pages)
         self.lengths = np.zeros(batch, np.int32)
         self.vocab = manifest.tokenizer_size
-        self.ids: list[list[int]] = [[] for _ in range(batch)]  # committed
-        self.margins: list[list[float]] = [[] for _ in range(batch)]  # nats between the two likeliest tokens there
 
-    def note(self, rows: list[int], drafts: np.ndarray | None, out: Any) -> None:
+    def note(self, rows: list[int], out: Any) -> None:
         """Take up what a call committed."""
         if (out.next_tokens < 0).any():
             raise RuntimeError("a request's logits held a NaN")
         self.lengths[rows] += out.num_accepted
-        for place, row in enumerate(rows):
-            num = int(out.num_accepted[place])
-            accepted = [] if drafts is None else drafts[place, :num].tolist()
-            self.ids[row] += [*accepted, int(out.next_tokens[place])]
-            if out.top_logprobs is not None:
-                best = out.top_logprobs[place, : num + 1]
-                self.margins[row] += (best[:, 0] - best[:, 1]).tolist()
 
     def inputs(self, rows: list[int], tokens: list[np.ndarray], drafts: np.ndarray | None) -> Any:
         from glm_mtp_export.runtime.session import StepInputs
@@ -136,7 +126,7 @@ def prefilled(session: Any, requests: Requests) -> tuple[list[float], np.ndarray
         out = session.run(requests.inputs([row], [prompt], None))
         seconds.append(time.perf_counter() - begin)
         requests.lengths[row] = len(prompt)
-        requests.note([row], None, out)
+        requests.note([row], out)
         tokens.append(out.next_tokens)
         drafts.append(out.next_draft_tokens)
     return seconds, np.concatenate(tokens), np.concatenate(drafts)
@@ -152,7 +142,7 @@ def decoded(
         out = session.run(requests.inputs(rows, list(tokens[:, None]), drafts))
         seconds.append(time.perf_counter() - begin)
         requests.lengths += 1
-        requests.note(rows, drafts, out)
+        requests.note(rows, out)
         tokens, drafts = out.next_tokens, out.next_draft_tokens
     return seconds, (tokens, drafts)
 
@@ -168,7 +158,7 @@ def launched_ahead(session: Any, requests: Requests, tokens: np.ndarray, drafts:
             session.launch(requests.inputs(rows, list(tokens[:, None]), drafts), follows)
         out = session.collect()
         times.append(time.perf_counter())
-        requests.note(rows, drafts, out)
+        requests.note(rows, out)
         drafts = out.next_draft_tokens
     return list(np.diff(times)[1:-1])
 
@@ -282,7 +272,6 @@ def run(folder: Path, out: Path, plugins: Path | None, shares: bool) -> None:
         session = TensorRtSession.load(artifact, manifest, PROFILE, RandomFiller(manifest))
     print(f"load with random weights {time.perf_counter() - begin:.1f} s", flush=True)
     rows: list[dict[str, Any]] = []
-    answers: dict[str, Any] = {}
     for batch in BATCHES:
         requests = Requests(manifest, batch)
         prefill, tokens, drafts = prefilled(session, requests)
@@ -306,9 +295,7 @@ def run(folder: Path, out: Path, plugins: Path | None, shares: bool) -> None:
             "date": datetime.date.today().isoformat(),
         }
         rows.append(row)
-        answers[str(batch)] = {"ids": requests.ids, "margins": requests.margins}
         print(json.dumps(row), flush=True)
-        out.with_suffix(".ids.json").write_text(json.dumps(answers), encoding="utf-8")
         out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         if hasattr(session, "launch"):
             begun = launched_ahead(session, requests, tokens, drafts, 24)
@@ -324,36 +311,11 @@ def run(folder: Path, out: Path, plugins: Path | None, shares: bool) -> None:
     session.close()
 
 
-def parting(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Of the requests of `expected`, in the order of `found`: how many are equal throughout, after how many ids the others part,
-    and how many nats apart `expected` had its two likeliest tokens there."""
-    equal, places, margins = 0, [], []
-    for wanted, got, margin in zip(expected["ids"], found["ids"], expected["margins"], strict=False):
-        same = min(len(wanted), len(got))
-        place = next((i for i in range(same) if wanted[i] != got[i]), same)
-        if place == same:
-            equal += 1
-            continue
-        places.append(place)
-        margins += [round(margin[place], 4)] if margin else []
-    num = min(len(expected["ids"]), len(found["ids"]))
-    return {"requests": num, "equal": equal, "parted_after": sorted(places), "margins": sorted(margins)}
-
-
-def compared(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Where ids of two runs part, by batch; and where the first run's own do, the same requests in its smaller batches and in its
-    largest. Random quantised weights amplify roundings, so only the second says what the first is worth."""
-    largest = max(expected, key=int)
-    own = {batch: parting(one, expected[largest]) for batch, one in expected.items() if batch != largest}
-    return {"runs": {batch: parting(one, found[batch]) for batch, one in expected.items()}, "first run's own": own}
-
-
 def main() -> None:
     """See the module's docstring."""
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("stage", choices=("prepare", "build", "run", "compare"))
+    cli.add_argument("stage", choices=("prepare", "build", "run"))
     cli.add_argument("folder", type=Path)
-    cli.add_argument("other", type=Path, nargs="?", help="of compare")
     cli.add_argument("--format", default="fp8", choices=("fp8", "nvfp4", "bf16"))
     cli.add_argument("--cache-dtype", default="float8_e4m3fn", choices=("bfloat16", "float8_e4m3fn"))
     cli.add_argument("--tensor-parallel-size", type=int, default=1)
@@ -369,9 +331,6 @@ def main() -> None:
         prepare(options.folder, options.format, options.cache_dtype, parallel, options.num_logprobs, options.num_layers)
     elif options.stage == "build":
         build_engine(options.folder, options.plugins)
-    elif options.stage == "compare":
-        expected, found = (json.loads(path.read_text(encoding="utf-8")) for path in (options.folder, options.other))
-        print(json.dumps(compared(expected, found)))
     else:
         run(options.folder, options.out, options.plugins, not options.no_shares)
 

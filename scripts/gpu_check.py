@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
 """One command for a machine with a Hopper card: plugins, kernel tests, the embedded model's engines, the slice benchmark.
 
-    python scripts/gpu_check.py --out DIR [--rtx DIR] [--stages plugins,kernels,nano,ahead,slice]
+    python scripts/gpu_check.py --out DIR [--rtx DIR] [--stages plugins,kernels,nano,ahead,ranks,slice]
 
-In: a checkout, nvcc, torch with CUDA, pytest; for `nano`, `ahead` and `slice` the folder that
-scripts/rtx_runtime.py made (default build/rtx); for `slice` about 60 GB of the card.
+In: a checkout, nvcc, torch with CUDA, pytest; for `nano`, `ahead`, `ranks` and `slice` the folder that
+scripts/rtx_runtime.py made (default build/rtx); for `slice` about 60 GB of the card. Two ranks share a card where there is one.
 Out: DIR/report.json and DIR/report.txt, a table; the logs of the stages beside them. Exit code 1 when a stage failed.
 
 Bounds: bfloat16 must give the oracle's ids but where its two likeliest tokens are closer than CLOSE_NATS (bfloat16 keeps
 8 bits, so nearly equal logits may swap); in FP8 and NVFP4 the first difference must lie where they are closer than
 CLOSE_NATS_QUANTISED, and accuracy must stay within one point of the oracle's. Cache rows must agree to CACHE_BOUNDS of the
 layer's largest value. Over LONG_TOKENS tokens, calls must commit LEAST_ACCEPTANCE of the oracle's tokens, at both ends.
-Calls launched ahead must give, bit by bit, what they give one after the other.
+Calls launched ahead must give, bit by bit, what they give one after the other. Two ranks must give one card's ids, but where the
+two likeliest tokens are closer than CLOSE_NATS.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 DTYPES = ("bfloat16", "float8_e4m3fn", "float4_e2m1fnx2")
-STAGES = ("plugins", "kernels", "nano", "ahead", "slice")
+STAGES = ("plugins", "kernels", "nano", "ahead", "ranks", "slice")
 SLICE_FORMATS = ("fp8", "nvfp4")
 CLOSE_NATS, CLOSE_NATS_QUANTISED = 0.1, 1.5
 CACHE_BOUNDS = {"bfloat16": 0.05, "float8_e4m3fn": 0.25, "float4_e2m1fnx2": 0.5}
@@ -126,6 +127,9 @@ def start_builds(
         commands |= {f"build-nano-{dtype}": [sys.executable, *script, dtype] for dtype in dtypes}
     if "ahead" in stages:
         commands["build-ahead"] = [sys.executable, "scripts/gpu_stages/ahead.py", "build", str(work)]
+    if "ranks" in stages:
+        script = ["scripts/gpu_stages/ranks.py", "prepare", str(work / "ranks"), "2"]
+        commands["build-ranks"] = [sys.executable, *script]
     for layout in SLICE_FORMATS if "slice" in stages else ():
         step = f"{sys.executable} benchmarks/slice_step.py"
         folder = work / f"slice-{layout}"
@@ -158,6 +162,19 @@ def ahead(out: Path, work: Path, rtx: Path) -> dict[str, Any]:
     if code == 0:
         found = json.loads(text.strip().splitlines()[-1])
         result |= {"result": found, "summary": [f"{found['tokens']} tokens equal", *map(str, found["rows"])]}
+    return result
+
+
+def ranks(out: Path, work: Path, rtx: Path) -> dict[str, Any]:
+    """The embedded model over two ranks, by columns and by experts."""
+    command = [sys.executable, "scripts/gpu_stages/ranks.py", "check", str(work / "ranks"), "2"]
+    code, text, seconds = run("ranks", command, out, environment(rtx), 400)
+    lines = text.strip().splitlines()
+    result = {"passed": code == 0, "seconds": round(seconds, 1), "summary": lines[-12:]}
+    if code == 0:
+        found = json.loads(lines[-1])
+        parted = ", ".join(f"{len(found['differences'][name])} differ by {name}" for name in ("columns", "experts"))
+        result |= {"result": found, "summary": [f"2 ranks on {found['cards']} of the cards: {parted}"]}
     return result
 
 
@@ -261,6 +278,8 @@ def main() -> None:
             report["stages"]["nano"] = nano(args.out, work, rtx, dtypes)
         if "ahead" in stages:
             report["stages"]["ahead"] = ahead(args.out, work, rtx)
+        if "ranks" in stages:
+            report["stages"]["ranks"] = ranks(args.out, work, rtx)
         if "slice" in stages:
             report["stages"]["slice"] = slices(args.out, work, rtx)
     finally:

@@ -1,13 +1,15 @@
-"""The embedded model over several cards of one machine, against one card, with TensorRT-RTX.
+"""The embedded model over several ranks of one machine, against one, with TensorRT-RTX; with fewer cards than ranks they share one.
 
     ranks.py prepare WORK SIZE [DTYPE]   artifacts and engines of one and of SIZE ranks (by columns, by experts); needs no card
     ranks.py answers ARTIFACT OUT        on every rank of a launcher, or alone: answers, step times, a long answer; rank 0 has OUT
     ranks.py check WORK SIZE [DTYPE]     answers of one and of SIZE ranks against each other; prints a JSON line
     ranks.py killed WORK SIZE [DTYPE]    kills the last rank in the middle of a long answer; prints a JSON line
+    ranks.py launch SIZE COMMAND...      runs a command as SIZE ranks, for lack of cards on a single one, which torchrun does not
 
 `check` and `killed` prepare what is not there, and exit with 1 when a bound is broken: ids equal one card's but where its two
 likeliest tokens are closer than CLOSE_NATS (sums of slices round differently; quantised activations step further); a killed rank
-ends the others within END_SECONDS. DTYPE is of the weights, bfloat16 unless given.
+ends the others within END_SECONDS. DTYPE is of the weights, bfloat16 unless given. Ranks that share a card wait for each other by
+turns of it, so their times mean nothing; what they compute is what they compute on cards of their own.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -59,7 +62,9 @@ def answers(artifact: Path, out: Path) -> None:
     with Runtime.load(artifact, BACKEND) as runtime:
         found = nano.answers(runtime, 2)
         rows = nano.decode_rows(runtime.session, runtime.session.manifest.dtype)
-        params = SamplingParams(temperature=0.0, max_tokens=3500, ignore_eos=True)
+        size = runtime.session.manifest.parallel.tensor_parallel_size
+        length = 3500 if size <= num_cards() else 350
+        params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
         out.with_suffix(".ready").touch()
         num_calls = sum(1 for delta in runtime.stream(nano.questions()[0].prompt, params) if delta.token_ids)
     margins = [[p.top[0][1] - p.top[1][1] if len(p.top) > 1 else None for p in c.logprobs] for c in found]
@@ -67,16 +72,41 @@ def answers(artifact: Path, out: Path) -> None:
     out.write_text(json.dumps(report), encoding="utf-8")
 
 
-def started(artifact: Path, out: Path, size: int) -> list[subprocess.Popen[bytes]]:
-    """The processes of a job, rank 0 first; each logs beside `out`."""
-    processes = []
+def num_cards() -> int:
+    """Cards that the driver lists; 0 without one."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    return len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).stdout.splitlines())
+
+
+def rank_environment(rank: int, size: int, cards: int) -> dict[str, str]:
+    """What a launcher sets for a rank of this machine, nothing for a job of one. NCCL refuses two ranks on one card of a host, so
+    where they share one each is made a host of its own, and large sums go through the loopback interface."""
+    if size == 1:
+        return {}
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT), "RANK": str(rank), "WORLD_SIZE": str(size)}
+    if cards >= size:
+        return env | {"LOCAL_RANK": str(rank)}
+    apart = dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"), "1")
+    return env | apart | {"LOCAL_RANK": "0", "NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def started(command: list[str], size: int, out: Path | None) -> list[subprocess.Popen[bytes]]:
+    """The processes of a job, rank 0 first; each logs beside `out`, if there is one."""
+    processes, cards = [], num_cards()
     for rank in range(size):
-        names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT}
-        env = {**os.environ, **({key: str(value) for key, value in names.items()} if size > 1 else {})}
+        env = {**os.environ, **rank_environment(rank, size, cards)}
+        if out is None:
+            processes.append(subprocess.Popen(command, env=env))
+            continue
         with out.with_suffix(f".rank{rank}.log").open("wb") as log:
-            command = [sys.executable, __file__, "answers", str(artifact), str(out)]
             processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
     return processes
+
+
+def started_answers(artifact: Path, out: Path, size: int) -> list[subprocess.Popen[bytes]]:
+    """A job that answers."""
+    return started([sys.executable, __file__, "answers", str(artifact), str(out)], size, out)
 
 
 def finished(processes: list[subprocess.Popen[bytes]], seconds: float) -> list[int | None]:
@@ -102,7 +132,7 @@ def killed(work: Path, size: int, dtype: str) -> bool:
     prepare(work, size, dtype)
     out = work / "killed.json"
     out.with_suffix(".ready").unlink(missing_ok=True)
-    processes = started(work / dtype / "columns", out, size)
+    processes = started_answers(work / dtype / "columns", out, size)
     deadline = time.monotonic() + JOB_SECONDS
     while not out.with_suffix(".ready").exists() and time.monotonic() < deadline and processes[0].poll() is None:
         time.sleep(0.05)
@@ -128,7 +158,7 @@ def check(work: Path, size: int, dtype: str) -> bool:
         out = work / dtype / f"{name}.json"
         out.unlink(missing_ok=True)
         begin, ranks = time.monotonic(), parallel.tensor_parallel_size
-        codes = finished(started(work / dtype / name, out, ranks), JOB_SECONDS)
+        codes = finished(started_answers(work / dtype / name, out, ranks), JOB_SECONDS)
         seconds[name] = round(time.monotonic() - begin, 1)
         if any(codes) or None in codes:
             problems += [f"{name}: exit codes {codes}", *last_words(out, ranks)]
@@ -139,6 +169,7 @@ def check(work: Path, size: int, dtype: str) -> bool:
         problems += [f"{name}: {d}" for d in places if d["margin"] is None or d["margin"] >= CLOSE_NATS[dtype]]
     summary = {
         "size": size,
+        "cards": min(size, num_cards()),
         "dtype": dtype,
         "problems": problems,
         "differences": differences,
@@ -153,6 +184,9 @@ def check(work: Path, size: int, dtype: str) -> bool:
 
 def main() -> None:
     """Run one of the programs of the module docstring."""
+    if sys.argv[1] == "launch":
+        codes = finished(started(sys.argv[3:], int(sys.argv[2]), None), JOB_SECONDS)
+        sys.exit(max(code if code is not None and code >= 0 else 1 for code in codes))
     command, first, second = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     if command == "answers":
         answers(first, Path(second))
