@@ -20,7 +20,7 @@ import project_ranks
 from project_ranks import document, line
 
 PAGE = Path(__file__).parents[1] / "docs" / "eight-gpus.md"
-PARITY_FILE = "parity-h200.json"
+PARITY_FILE = "parity-2xh200.json"
 SPLITS = ("one", "columns", "experts")
 CARDS = ("one card", "two by columns", "two by experts")
 
