@@ -79,11 +79,16 @@ def _step_fields(step: Step, cache: torch.Tensor, layer: int) -> dict[str, Any]:
     }
 
 
-def workspace(entry: str, args: ctypes.Structure) -> GuardedBuffer:
-    """Poisoned memory of the size the library asks for."""
+def workspace_bytes(entry: str, args: ctypes.Structure) -> int:
+    """What the library asks for."""
     function = getattr(abi.load(), f"{entry}_workspace_bytes")
     function.restype = ctypes.c_size_t
-    return GuardedBuffer((int(function(ctypes.byref(args))),), torch.uint8)
+    return int(function(ctypes.byref(args)))
+
+
+def workspace(entry: str, args: ctypes.Structure) -> GuardedBuffer:
+    """Poisoned memory of that size."""
+    return GuardedBuffer((workspace_bytes(entry, args),), torch.uint8)
 
 
 def launch(entry: str, args: ctypes.Structure, space: GuardedBuffer) -> None:

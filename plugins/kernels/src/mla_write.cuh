@@ -1,5 +1,5 @@
 // Device bodies that write a row's latent into the cache and turn the rope part of its q heads; part of the prepare
-// launch (smxx_mla_project.cu).
+// launch (smxx_mla_project.cu) and of the rows launch (smxx_mla_rows.cu).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -86,25 +86,54 @@ __device__ void write_latent(const GlmMlaAttentionArgs& args, uint8_t* layer, in
   }
 }
 
+__device__ inline void rotate_pair(const __nv_bfloat16* q, __nv_bfloat16* target, int first, int second, float sine,
+                                   float cosine) {
+  const float a = __bfloat162float(q[first]), b = __bfloat162float(q[second]);
+  target[first] = __float2bfloat16(a * cosine - b * sine);
+  target[second] = __float2bfloat16(b * cosine + a * sine);
+}
+
+// The rope lanes of a head, in q and in the absorbed q.
+__device__ inline const __nv_bfloat16* rope_of_q(const GlmMlaAttentionArgs& args, int64_t row, int head) {
+  return static_cast<const __nv_bfloat16*>(args.q) +
+         (row * args.num_heads + head) * (args.nope_dim + args.rope_dim) + args.nope_dim;
+}
+__device__ inline __nv_bfloat16* rope_of_absorbed(const GlmMlaAttentionArgs& args, __nv_bfloat16* absorbed_q,
+                                                  int64_t block_row, int head) {
+  return absorbed_q + (block_row * args.num_heads + head) * (args.kv_lora + args.rope_dim) + args.kv_lora;
+}
+
 // A thread turns one pair of one head. Padding rows are turned too: nobody reads them.
-__device__ void rotate_q(const GlmMlaAttentionArgs& args, int row0, __nv_bfloat16* absorbed_q, const RopeTable& table,
-                         int block_row, int block) {
+__device__ inline void rotate_q(const GlmMlaAttentionArgs& args, int row0, __nv_bfloat16* absorbed_q,
+                                const RopeTable& table, int block_row, int block) {
   const int pairs_per_head = args.rope_dim / 2;
   const int index = block * blockDim.x + threadIdx.x;
   const int head = index / pairs_per_head, pair = index % pairs_per_head;
   if (head >= args.num_heads) return;
   const int64_t row = row0 + block_row;
-  const auto* q = static_cast<const __nv_bfloat16*>(args.q) +
-                  (row * args.num_heads + head) * (args.nope_dim + args.rope_dim) + args.nope_dim;
-  __nv_bfloat16* target = absorbed_q +
-                          ((int64_t)block_row * args.num_heads + head) * (args.kv_lora + args.rope_dim) + args.kv_lora;
-  const int first = rope_first_lane(pair, args.rope_dim, args.interleaved);
-  const int second = rope_second_lane(pair, args.rope_dim, args.interleaved);
-  const float a = __bfloat162float(q[first]), b = __bfloat162float(q[second]);
   float sine, cosine;
   rope_sin_cos(table, pair, args.positions[row], &sine, &cosine);
-  target[first] = __float2bfloat16(a * cosine - b * sine);
-  target[second] = __float2bfloat16(b * cosine + a * sine);
+  rotate_pair(rope_of_q(args, row, head), rope_of_absorbed(args, absorbed_q, block_row, head),
+              rope_first_lane(pair, args.rope_dim, args.interleaved),
+              rope_second_lane(pair, args.rope_dim, args.interleaved), sine, cosine);
+}
+
+// The same for all heads of a row; a thread keeps its pair, so that the angle is computed once.
+__device__ inline void rotate_q_row(const GlmMlaAttentionArgs& args, int row0, __nv_bfloat16* absorbed_q,
+                                    const RopeTable& table, int block_row) {
+  const int pairs_per_head = args.rope_dim / 2, heads_apart = blockDim.x / pairs_per_head;
+  const int pair = threadIdx.x % pairs_per_head, first_head = threadIdx.x / pairs_per_head;
+  if (first_head >= heads_apart) return;
+  const int64_t row = row0 + block_row;
+  float sine, cosine;
+  rope_sin_cos(table, pair, args.positions[row], &sine, &cosine);
+  const int first = rope_first_lane(pair, args.rope_dim, args.interleaved);
+  const int second = rope_second_lane(pair, args.rope_dim, args.interleaved);
+#pragma unroll 4
+  for (int head = first_head; head < args.num_heads; head += heads_apart) {
+    rotate_pair(rope_of_q(args, row, head), rope_of_absorbed(args, absorbed_q, block_row, head), first, second, sine,
+                cosine);
+  }
 }
 
 }  // namespace glm

@@ -4,11 +4,13 @@
 //
 // Warpgroup 2 (and 3 for FP8) gathers 64-key tiles into a ring of two, widened to bf16; warpgroup 0 computes the
 // scores of a tile, its softmax, and lanes 0..255 of the output; warpgroup 1 computes lanes 256..511 from the
-// probabilities that warpgroup 0 leaves in shared memory.
+// probabilities that warpgroup 0 leaves in shared memory. Calls of many rows hand an FP8 cache over already widened
+// (smxx_mla_rows.cu) and run as bf16.
 //
 //   full[s]   gather -> math: tile s is in shared memory          empty[s]  math -> gather: tile s may be overwritten
-//   named barrier 1  0 -> 1: probabilities of the tile are there   named barrier 2  1 -> 0: they may be overwritten
-//   named barrier 3  0 -> 1: the row sums are there (not barrier 1: two arrivals of one side would complete it)
+//   probabilities_ready  0 -> 1: those of the tile are there      probabilities_free  1 -> 0: they may be overwritten
+//   sums_ready  0 -> 1: the row sums are there                    q_ready  all math threads: q is in shared memory
+// All are mbarriers: named ones between two roles are as fast, but compute-sanitizer takes them for races and divergence.
 // Deadlock rule: every role walks the same tiles in the same order, tiles without valid entries too.
 //
 // Bound: tensor cores. A row takes 2 * 64 * 2048 * (576 + 512) = 285 MFLOP, 0.36 us at 790 TFLOP/s, and reads 2.4 MB
@@ -49,20 +51,21 @@ struct SharedMemory {
   float rescale[kHeads];          // of the output so far, for warpgroup 1
   float denominator[kHeads];
   uint64_t full[kStages], empty[kStages], q_ready;
+  uint64_t probabilities_ready, probabilities_free, sums_ready;
 };
 static_assert(sizeof(SharedMemory) <= 227 * 1024, "a block has 227 KB of shared memory on sm_90");
 static_assert(kLatent == 2 * 2 * 128, "each math warpgroup owns 256 output lanes in two accumulators");
 
 struct AttendArgs {
-  const __nv_bfloat16* absorbed_q;
-  const uint8_t* layer;
+  __nv_bfloat16* absorbed_q;  // in/out, see mla_launches.cuh
+  const uint8_t* layer;       // of the cache, or its widened rows
   const int32_t* selection;
   const int32_t* positions;
   const int32_t* row_requests;
   const int32_t* block_table;
-  __nv_bfloat16* attended;
   MlaPartials partials;
   int num_requests, pages_per_request, num_pages, num_heads, topk, tiles_per_split;
+  int widened;  // rows are in position order of their request; the block table still says which pages exist
   float scale_log2;
 };
 
@@ -80,15 +83,6 @@ __device__ inline void barrier_wait(uint64_t* barrier, int parity) {
       "r"(parity)
       : "memory");
 }
-template <int kId>
-__device__ inline void named_sync() {
-  asm volatile("bar.sync %0, %1;\n" ::"n"(kId), "n"(2 * kWarpgroup) : "memory");
-}
-template <int kId>
-__device__ inline void named_arrive() {
-  asm volatile("bar.arrive %0, %1;\n" ::"n"(kId), "n"(2 * kWarpgroup) : "memory");
-}
-
 // Byte offset of a 16-byte chunk in a swizzled block of 128-byte rows.
 __device__ inline uint32_t swizzled(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
@@ -120,20 +114,22 @@ struct TileRows {
   __device__ bool is_valid(const AttendArgs& args, int i) const {
     return key[i] >= 0 && (unsigned)page[i] < (unsigned)args.num_pages;
   }
-  // Cache row of an entry; row 0 for unused ones, which is not read.
+  // Row of an entry; row 0 for unused ones, which is not read.
   __device__ int64_t slot(const AttendArgs& args, int i) const {
-    return is_valid(args, i) ? (int64_t)page[i] * GLM_PAGE_SIZE + key[i] % GLM_PAGE_SIZE : 0;
+    if (!is_valid(args, i)) return 0;
+    if (!kFp8 && args.widened) return key[i];
+    return (int64_t)page[i] * GLM_PAGE_SIZE + key[i] % GLM_PAGE_SIZE;
   }
 };
 
-__device__ inline void gather_bf16(const AttendArgs& args, const TileRows<false>& rows, uint8_t (*tile)[kBlockBytes],
-                            int thread) {
+__device__ inline void gather_bf16(const AttendArgs& args, const uint8_t* layer, const TileRows<false>& rows,
+                                   uint8_t (*tile)[kBlockBytes], int thread) {
   const int chunk = thread % 8;
 #pragma unroll
   for (int i = 0; i < rows.kCount; ++i) {
     const int key = i * rows.kStride + thread / 8;
     const bool valid = rows.is_valid(args, i);
-    const uint8_t* source = args.layer + rows.slot(args, i) * (2 * kWidth) + chunk * 16;
+    const uint8_t* source = layer + rows.slot(args, i) * (2 * kWidth) + chunk * 16;
     const uint32_t target = shared_address(tile) + swizzled(key, chunk);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -143,36 +139,44 @@ __device__ inline void gather_bf16(const AttendArgs& args, const TileRows<false>
   copy_async_commit();
 }
 
-__device__ inline void gather_fp8(const AttendArgs& args, const TileRows<true>& rows, uint8_t (*tile)[kBlockBytes],
-                           int thread) {
-  const int part = thread % 8;
+// A thread's share of an FP8 row, as it is in the cache.
+struct PackedRow {
+  uint4 latent[4];  // 16 lanes of each group of 128
+  uint4 scales;     // bits of four floats
+  uint4 rope;
+};
+
+// 16 bytes, or zeros. Volatile: the compiler would rather load late, in fewer registers.
+__device__ inline void load_if(uint4& target, const uint8_t* source, bool valid) {
+  asm volatile(
+      "{\n.reg .pred valid;\nsetp.ne.b32 valid, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@valid ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n}\n"
+      : "=&r"(target.x), "=&r"(target.y), "=&r"(target.z), "=&r"(target.w)
+      : "l"(source), "r"((int)valid)
+      : "memory");
+}
+
+// Widens the row in `packed` to shared memory. Each load of the next row follows at once, so that some are always on their
+// way: while a row is widened, and while the gather waits for a free stage.
+__device__ inline void widen_row(PackedRow& packed, const uint8_t* next, bool next_valid, int key, int part,
+                                 uint8_t (*tile)[kBlockBytes]) {
+  const float scales[4] = {__uint_as_float(packed.scales.x), __uint_as_float(packed.scales.y),
+                           __uint_as_float(packed.scales.z), __uint_as_float(packed.scales.w)};
 #pragma unroll
-  for (int i = 0; i < rows.kCount; ++i) {
-    const bool valid = rows.is_valid(args, i);
-    const int key = i * rows.kStride + thread / 8;
-    const uint8_t* source = args.layer + rows.slot(args, i) * kFp8RowBytes;
-    const uint4 zero = make_uint4(0u, 0u, 0u, 0u);
-    uint4 bytes[4];
-#pragma unroll
-    for (int group = 0; group < 4; ++group) {
-      bytes[group] = valid ? *reinterpret_cast<const uint4*>(source + group * 128 + part * 16) : zero;
-    }
-    const float4 scales =
-        valid ? *reinterpret_cast<const float4*>(source + kLatent) : make_float4(0.f, 0.f, 0.f, 0.f);
-    const uint4 rope = valid ? *reinterpret_cast<const uint4*>(source + kLatent + 16 + part * 16) : zero;
-    const float group_scale[4] = {scales.x, scales.y, scales.z, scales.w};
-#pragma unroll
-    for (int group = 0; group < 4; ++group) {
-      const uint4 b = bytes[group];
-      const uint2 v0 = dequantise_e4m3x4(b.x, group_scale[group]), v1 = dequantise_e4m3x4(b.y, group_scale[group]);
-      const uint2 v2 = dequantise_e4m3x4(b.z, group_scale[group]), v3 = dequantise_e4m3x4(b.w, group_scale[group]);
-      uint8_t* block = tile[group * 2 + part / 4];
-      const int chunk = part % 4 * 2;
-      *reinterpret_cast<uint4*>(block + swizzled(key, chunk)) = make_uint4(v0.x, v0.y, v1.x, v1.y);
-      *reinterpret_cast<uint4*>(block + swizzled(key, chunk + 1)) = make_uint4(v2.x, v2.y, v3.x, v3.y);
-    }
-    *reinterpret_cast<uint4*>(tile[kBlocks - 1] + swizzled(key, part)) = rope;
+  for (int group = 0; group < 4; ++group) {
+    const uint4 b = packed.latent[group];
+    const uint2 v0 = dequantise_e4m3x4(b.x, scales[group]), v1 = dequantise_e4m3x4(b.y, scales[group]);
+    const uint2 v2 = dequantise_e4m3x4(b.z, scales[group]), v3 = dequantise_e4m3x4(b.w, scales[group]);
+    load_if(packed.latent[group], next + group * 128 + part * 16, next_valid);
+    uint8_t* block = tile[group * 2 + part / 4];
+    const int chunk = part % 4 * 2;
+    *reinterpret_cast<uint4*>(block + swizzled(key, chunk)) = make_uint4(v0.x, v0.y, v1.x, v1.y);
+    *reinterpret_cast<uint4*>(block + swizzled(key, chunk + 1)) = make_uint4(v2.x, v2.y, v3.x, v3.y);
   }
+  load_if(packed.scales, next + kLatent, next_valid);
+  *reinterpret_cast<uint4*>(tile[kBlocks - 1] + swizzled(key, part)) = packed.rope;
+  load_if(packed.rope, next + kLatent + 16 + part * 16, next_valid);
 }
 
 template <bool kFp8>
@@ -185,41 +189,78 @@ __device__ inline void write_bias(const AttendArgs& args, const TileRows<kFp8>& 
   }
 }
 
-template <bool kFp8>
-__device__ inline void run_gather(const AttendArgs& args, SharedMemory& shared, const int32_t* list, const int32_t* pages,
-                           int position, int first_tile, int num_tiles, int thread) {
+__device__ inline void publish(SharedMemory& shared, int stage) {
+  fence_shared_for_wgmma();
+  barrier_arrive(&shared.full[stage]);
+}
+
+// Entries are read two tiles ahead, their pages one tile ahead.
+__device__ inline void run_gather_bf16(const AttendArgs& args, SharedMemory& shared, const int32_t* list,
+                                       const int32_t* pages, int position, int first_tile, int num_tiles, int thread) {
   if (num_tiles == 0) return;
-  // Entries are read two tiles ahead, their pages one tile ahead.
-  TileRows<kFp8> rows, next;
+  const int64_t first_row = args.widened ? (pages - args.block_table) * GLM_PAGE_SIZE : 0;
+  const uint8_t* layer = args.layer + first_row * (2 * kWidth);
+  TileRows<false> rows, next;
   rows.load_keys(args, list, position, first_tile, thread);
   next.load_keys(args, list, position, first_tile + 1, thread);
   rows.load_pages(pages);
-  const auto publish = [&](int stage) {
-    fence_shared_for_wgmma();
-    barrier_arrive(&shared.full[stage]);
-  };
   for (int i = 0; i < num_tiles; ++i) {
     const int stage = i % kStages;
     if (i >= kStages) barrier_wait(&shared.empty[stage], (i / kStages - 1) & 1);
-    write_bias<kFp8>(args, rows, shared.bias[stage], thread);
-    if constexpr (kFp8) {
-      gather_fp8(args, rows, shared.keys[stage], thread);
-    } else {
-      gather_bf16(args, rows, shared.keys[stage], thread);
-    }
+    write_bias<false>(args, rows, shared.bias[stage], thread);
+    gather_bf16(args, layer, rows, shared.keys[stage], thread);
     rows = next;
     rows.load_pages(pages);
     next.load_keys(args, list, position, first_tile + i + 2, thread);
-    if constexpr (!kFp8) {
-      // The first two tiles travel together; later ones can only start once a stage is free, long after the tile before.
-      if (i == 0 && num_tiles > 1) continue;
-      if (i == 1) {
-        copy_async_wait<1>();
-        publish(0);
-      }
-      copy_async_wait<0>();
+    // The first two tiles travel together; later ones can only start once a stage is free, long after the tile before.
+    if (i == 0 && num_tiles > 1) continue;
+    if (i == 1) {
+      copy_async_wait<1>();
+      publish(shared, 0);
     }
-    publish(stage);
+    copy_async_wait<0>();
+    publish(shared, stage);
+  }
+}
+
+// Entries are read three tiles ahead, pages two and rows one row of the thread's (half a tile) ahead.
+__device__ inline void run_gather_fp8(const AttendArgs& args, SharedMemory& shared, const int32_t* list,
+                                      const int32_t* pages, int position, int first_tile, int num_tiles, int thread) {
+  if (num_tiles == 0) return;
+  using Rows = TileRows<true>;
+  const int part = thread % 8;
+  Rows rows, next, after;
+  rows.load_keys(args, list, position, first_tile, thread);
+  next.load_keys(args, list, position, first_tile + 1, thread);
+  after.load_keys(args, list, position, first_tile + 2, thread);
+  rows.load_pages(pages);
+  next.load_pages(pages);
+  PackedRow packed;
+  {
+    const uint8_t* source = args.layer + rows.slot(args, 0) * kFp8RowBytes;
+    const bool valid = rows.is_valid(args, 0);
+#pragma unroll
+    for (int group = 0; group < 4; ++group) load_if(packed.latent[group], source + group * 128 + part * 16, valid);
+    load_if(packed.scales, source + kLatent, valid);
+    load_if(packed.rope, source + kLatent + 16 + part * 16, valid);
+  }
+  for (int i = 0; i < num_tiles; ++i) {
+    const int stage = i % kStages;
+    if (i >= kStages) barrier_wait(&shared.empty[stage], (i / kStages - 1) & 1);
+    write_bias<true>(args, rows, shared.bias[stage], thread);
+#pragma unroll
+    for (int row = 0; row < Rows::kCount; ++row) {
+      const bool last = row + 1 == Rows::kCount;
+      const bool valid = last ? i + 1 < num_tiles && next.is_valid(args, 0) : rows.is_valid(args, row + 1);
+      const int64_t slot = last ? next.slot(args, 0) : rows.slot(args, row + 1);
+      widen_row(packed, args.layer + slot * kFp8RowBytes, valid, row * Rows::kStride + thread / 8, part,
+                shared.keys[stage]);
+    }
+    publish(shared, stage);
+    rows = next;
+    next = after;
+    next.load_pages(pages);
+    after.load_keys(args, list, position, first_tile + i + 3, thread);
   }
 }
 
@@ -264,7 +305,7 @@ __device__ inline void write_output(const AttendArgs& args, int row, int split, 
     const int column0 = lane0 + lane % 4 * 2;
     if (args.partials.num_splits == 1) {
       const float inverse = denominator[half] == 0.f ? 0.f : 1.f / denominator[half];
-      __nv_bfloat16* target = args.attended + ((int64_t)row * args.num_heads + head) * kLatent + column0;
+      __nv_bfloat16* target = args.absorbed_q + ((int64_t)row * args.num_heads + head) * kWidth + column0;
 #pragma unroll
       for (int j = 0; j < 32; ++j) {
         *reinterpret_cast<uint32_t*>(target + 8 * j) =
@@ -276,7 +317,8 @@ __device__ inline void write_output(const AttendArgs& args, int row, int split, 
       float* target = args.partials.sums + part * kLatent + column0;
 #pragma unroll
       for (int j = 0; j < 32; ++j) {
-        *reinterpret_cast<float2*>(target + 8 * j) = make_float2(sums[j / 16][4 * (j % 16) + 2 * half], sums[j / 16][4 * (j % 16) + 2 * half + 1]);
+        const int element = 4 * (j % 16) + 2 * half;
+        *reinterpret_cast<float2*>(target + 8 * j) = make_float2(sums[j / 16][element], sums[j / 16][element + 1]);
       }
     }
   }
@@ -331,7 +373,7 @@ __device__ inline void run_scores_and_left(const AttendArgs& args, SharedMemory&
         packed[j / 2][(j % 2) * 2 + half] = pack_bf16(low, high);
       }
     }
-    if (i > 0) named_sync<2>();
+    if (i > 0) barrier_wait(&shared.probabilities_free, (i - 1) & 1);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int head = warp * 16 + half * 8 + lane / 4;
@@ -343,7 +385,7 @@ __device__ inline void run_scores_and_left(const AttendArgs& args, SharedMemory&
       if (lane % 4 == 0) shared.rescale[head] = rescale[half];
     }
     fence_shared_for_wgmma();
-    named_arrive<1>();
+    barrier_arrive(&shared.probabilities_ready);
     rescale_sums(sums, rescale);
     wgmma_fence_registers(sums[0]);
     wgmma_fence_registers(sums[1]);
@@ -366,7 +408,7 @@ __device__ inline void run_scores_and_left(const AttendArgs& args, SharedMemory&
     row_sum[half] += __shfl_xor_sync(0xffffffffu, row_sum[half], 2);
     if (lane % 4 == 0) shared.denominator[warp * 16 + half * 8 + lane / 4] = row_sum[half];
   }
-  named_arrive<3>();
+  barrier_arrive(&shared.sums_ready);
   write_output(args, row, split, head0, 0, sums, row_sum, row_max, thread);
 }
 
@@ -378,7 +420,7 @@ __device__ inline void run_right(const AttendArgs& args, SharedMemory& shared, i
   for (int i = 0; i < num_tiles; ++i) {
     const int stage = i % kStages;
     barrier_wait(&shared.full[stage], (i / kStages) & 1);
-    named_sync<1>();
+    barrier_wait(&shared.probabilities_ready, i & 1);
     const float rescale[2] = {shared.rescale[head], shared.rescale[head + 8]};
     rescale_sums(sums, rescale);
     wgmma_fence_registers(sums[0]);
@@ -396,10 +438,10 @@ __device__ inline void run_right(const AttendArgs& args, SharedMemory& shared, i
     wgmma_wait<0>();
     wgmma_fence_registers(sums[0]);
     wgmma_fence_registers(sums[1]);
-    if (i + 1 < num_tiles) named_arrive<2>();
+    barrier_arrive(&shared.probabilities_free);
     barrier_arrive(&shared.empty[stage]);
   }
-  named_sync<3>();
+  barrier_wait(&shared.sums_ready, 0);
   const float denominator[2] = {shared.denominator[head], shared.denominator[head + 8]};
   const float unused[2] = {0.f, 0.f};
   write_output(args, row, split, head0, 256, sums, denominator, unused, thread);
@@ -418,8 +460,7 @@ __device__ inline void load_q(const AttendArgs& args, SharedMemory& shared, int 
   copy_async_commit();
   copy_async_wait<0>();
   fence_shared_for_wgmma();
-  // Not a named barrier: met from two branches it counts as divergent, and met before them the gather waits longer (19 % at
-  // 128 rows of FP8).
+  // Met in each role's branch: met before them, the gather waits longer (19 % at 128 rows of FP8).
   barrier_arrive(&shared.q_ready);
   barrier_wait(&shared.q_ready, 0);
 }
@@ -438,6 +479,9 @@ __global__ void __launch_bounds__(kMathThreads + kGatherThreads<kFp8>, 1)
       barrier_init(&shared.empty[stage], kMathThreads);
     }
     barrier_init(&shared.q_ready, kMathThreads);
+    barrier_init(&shared.probabilities_ready, kWarpgroup);
+    barrier_init(&shared.probabilities_free, kWarpgroup);
+    barrier_init(&shared.sums_ready, kWarpgroup);
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
   }
   __syncthreads();
@@ -451,18 +495,22 @@ __global__ void __launch_bounds__(kMathThreads + kGatherThreads<kFp8>, 1)
   const int first_tile = split * args.tiles_per_split;
   const int num_tiles = max(min(args.tiles_per_split, list_tiles - first_tile), 0);
 
-  // Registers: 65536 on a multiprocessor; 2 x 128 x 216 + 128 x 72 and 2 x 128 x 200 + 256 x 56 fit.
+  // Registers: 65536 on a multiprocessor; 2 x 128 x 216 + 128 x 72 and 128 x (208 + 160) + 256 x 72 fit.
   if (warpgroup >= 2) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kFp8 ? 56 : 72));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(72));
     const int32_t* list = args.selection + (int64_t)row * args.topk;
     const int32_t* pages = args.block_table + (int64_t)(padding ? 0 : request) * args.pages_per_request;
-    run_gather<kFp8>(args, shared, list, pages, position, first_tile, num_tiles, threadIdx.x - kMathThreads);
+    if constexpr (kFp8) {
+      run_gather_fp8(args, shared, list, pages, position, first_tile, num_tiles, threadIdx.x - kMathThreads);
+    } else {
+      run_gather_bf16(args, shared, list, pages, position, first_tile, num_tiles, threadIdx.x - kMathThreads);
+    }
   } else if (warpgroup == 0) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kFp8 ? 200 : 216));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kFp8 ? 208 : 216));
     if (num_tiles > 0) load_q(args, shared, row, head0);
     run_scores_and_left(args, shared, row, split, head0, num_tiles, thread);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kFp8 ? 200 : 216));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kFp8 ? 160 : 216));
     if (num_tiles > 0) load_q(args, shared, row, head0);
     run_right(args, shared, row, split, head0, num_tiles, thread);
   }
@@ -473,8 +521,12 @@ __global__ void __launch_bounds__(kMathThreads + kGatherThreads<kFp8>, 1)
 
 }  // namespace
 
+bool mla_fits_sm90_kernel(const GlmMlaAttentionArgs& args) {
+  return args.kv_lora == kLatent && args.rope_dim == kRope && args.num_heads >= kMinHeads;
+}
+
 bool mla_has_sm90_kernel(const GlmMlaAttentionArgs& args) {
-  if (args.kv_lora != kLatent || args.rope_dim != kRope || args.num_heads < kMinHeads) return false;
+  if (!mla_fits_sm90_kernel(args)) return false;
   static const bool is_hopper = [] {
     int device = 0, major = 0, minor = 0;
     if (cudaGetDevice(&device) != cudaSuccess) return false;
@@ -485,16 +537,15 @@ bool mla_has_sm90_kernel(const GlmMlaAttentionArgs& args) {
   return is_hopper;
 }
 
-int launch_mla_attend_sm90(const GlmMlaAttentionArgs& args, int row0, int num_rows, const void* absorbed_q,
-                           MlaPartials partials, void* attended, cudaStream_t stream) {
+int launch_mla_attend_sm90(const GlmMlaAttentionArgs& args, int row0, int num_rows, void* absorbed_q,
+                           const void* widened, MlaPartials partials, cudaStream_t stream) {
   const int total_tiles = (args.topk + kTile - 1) / kTile;
-  const AttendArgs attend = {static_cast<const __nv_bfloat16*>(absorbed_q),
-                             mla_layer(args),
+  const AttendArgs attend = {static_cast<__nv_bfloat16*>(absorbed_q),
+                             widened != nullptr ? static_cast<const uint8_t*>(widened) : mla_layer(args),
                              args.selection + (int64_t)row0 * args.topk,
                              args.positions + row0,
                              args.row_requests + row0,
                              args.block_table,
-                             static_cast<__nv_bfloat16*>(attended),
                              partials,
                              args.num_requests,
                              args.pages_per_request,
@@ -502,13 +553,15 @@ int launch_mla_attend_sm90(const GlmMlaAttentionArgs& args, int row0, int num_ro
                              args.num_heads,
                              args.topk,
                              (total_tiles + partials.num_splits - 1) / partials.num_splits,
+                             widened != nullptr,
                              args.scale * kLog2e};
   const dim3 grid(partials.num_splits, (unsigned)ceil_div(args.num_heads, kHeads), num_rows);
   const auto launch = [&](auto kernel, int threads) {
     return launch_dependent("glm_mla_attention", kernel, grid, threads, (int)sizeof(SharedMemory), stream, 1, attend);
   };
-  return args.cache_format == GLM_CACHE_FP8 ? launch(attend_kernel<true>, kMathThreads + kGatherThreads<true>)
-                                            : launch(attend_kernel<false>, kMathThreads + kGatherThreads<false>);
+  const bool fp8 = args.cache_format == GLM_CACHE_FP8 && widened == nullptr;
+  return fp8 ? launch(attend_kernel<true>, kMathThreads + kGatherThreads<true>)
+             : launch(attend_kernel<false>, kMathThreads + kGatherThreads<false>);
 }
 
 }  // namespace glm

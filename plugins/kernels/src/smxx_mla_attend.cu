@@ -21,13 +21,12 @@ constexpr int kPad = 8;         // elements after a row in shared memory, agains
 constexpr float kLog2e = 1.4426950408889634f;
 
 struct AttendArgs {
-  const __nv_bfloat16* absorbed_q;
+  __nv_bfloat16* absorbed_q;  // in/out, see mla_launches.cuh
   const uint8_t* layer;
   const int32_t* selection;
   const int32_t* positions;
   const int32_t* row_requests;
   const int32_t* block_table;
-  __nv_bfloat16* attended;
   MlaPartials partials;
   int64_t row_bytes;
   int num_requests, pages_per_request, num_pages, num_heads, kv_lora, rope_dim, topk, tiles_per_split;
@@ -226,7 +225,7 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(AttendArgs args) {
     const int column0 = warp * kLanePairs * 16 + lane % 4 * 2;
     if (args.partials.num_splits == 1) {
       const float inverse = denominator == 0.f ? 0.f : 1.f / denominator;
-      __nv_bfloat16* target = args.attended + ((int64_t)row * args.num_heads + head) * args.kv_lora + column0;
+      __nv_bfloat16* target = args.absorbed_q + ((int64_t)row * args.num_heads + head) * (args.kv_lora + args.rope_dim) + column0;
 #pragma unroll
       for (int block = 0; block < kLanePairs * 2; ++block) {
         *reinterpret_cast<uint32_t*>(target + block * 8) =
@@ -248,7 +247,7 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(AttendArgs args) {
 // Grid (heads, rows): merges the splits in order. A split whose maximum is -inf has no entries and weighs nothing; its
 // sums are not read.
 __global__ void __launch_bounds__(kThreads) combine_kernel(MlaPartials partials, __nv_bfloat16* attended, int num_heads,
-                                                           int kv_lora) {
+                                                           int kv_lora, int out_width) {
   __shared__ float2 stats[kThreads];  // of each split: weight, sum
   const int head = blockIdx.x;
   const int64_t row = blockIdx.y;
@@ -288,7 +287,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(MlaPartials partials,
     }
   }
   const float inverse = denominator == 0.f ? 0.f : 1.f / denominator;
-  *reinterpret_cast<uint2*>(attended + (row * num_heads + head) * kv_lora + column) =
+  *reinterpret_cast<uint2*>(attended + (row * num_heads + head) * out_width + column) =
       make_uint2(pack_bf16(sum.x * inverse, sum.y * inverse), pack_bf16(sum.z * inverse, sum.w * inverse));
 }
 
@@ -316,16 +315,15 @@ int launch_attend_any(const AttendArgs& args, int num_rows, cudaStream_t stream)
 
 }  // namespace
 
-int launch_mla_attend_smxx(const GlmMlaAttentionArgs& args, int row0, int num_rows, const void* absorbed_q,
-                           MlaPartials partials, void* attended, cudaStream_t stream) {
+int launch_mla_attend_smxx(const GlmMlaAttentionArgs& args, int row0, int num_rows, void* absorbed_q,
+                           MlaPartials partials, cudaStream_t stream) {
   const int num_tiles = (args.topk + kTile - 1) / kTile;
-  const AttendArgs attend = {static_cast<const __nv_bfloat16*>(absorbed_q),
+  const AttendArgs attend = {static_cast<__nv_bfloat16*>(absorbed_q),
                              mla_layer(args),
                              args.selection + (int64_t)row0 * args.topk,
                              args.positions + row0,
                              args.row_requests + row0,
                              args.block_table,
-                             static_cast<__nv_bfloat16*>(attended),
                              partials,
                              mla_row_bytes(args),
                              args.num_requests,
@@ -344,7 +342,8 @@ int launch_mla_attend_smxx(const GlmMlaAttentionArgs& args, int row0, int num_ro
 int launch_mla_combine(const GlmMlaAttentionArgs& args, int num_rows, MlaPartials partials, void* attended,
                        cudaStream_t stream) {
   return launch_dependent("glm_mla_attention", combine_kernel, dim3(args.num_heads, num_rows), kThreads, 0, stream, 1,
-                          partials, static_cast<__nv_bfloat16*>(attended), args.num_heads, args.kv_lora);
+                          partials, static_cast<__nv_bfloat16*>(attended), args.num_heads, args.kv_lora,
+                          args.kv_lora + args.rope_dim);
 }
 
 }  // namespace glm

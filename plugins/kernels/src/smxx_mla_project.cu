@@ -1,4 +1,4 @@
-// The launches around sparse attention:
+// The launches around sparse attention of few rows, or of sizes that sm90_mla_project.cu does not serve:
 //   prepare      absorb (q_nope W_UK, per head), write the rows' latents, turn the rope part of q: three kinds of block
 //   project out  W_UV attended, per head
 // Bound: memory at few rows: 64 heads read 12.6 MB (2.9 us) and 16.8 MB (3.9 us) of weights; tensor cores from about
@@ -245,7 +245,7 @@ int launch_mla_project_out(const GlmMlaAttentionArgs& args, int row0, int num_ro
   const ProjectArgs project = {
       static_cast<const __nv_bfloat16*>(attended), static_cast<const __nv_bfloat16*>(args.w_uv),
       static_cast<__nv_bfloat16*>(args.out) + (int64_t)row0 * args.num_heads * args.v_dim, num_rows, args.num_heads,
-      args.kv_lora, args.v_dim, args.kv_lora, args.v_dim};
+      args.kv_lora, args.v_dim, args.kv_lora + args.rope_dim, args.v_dim};
   if (num_rows <= 16) return launch_project_out<16>(project, stream);
   if (num_rows <= 32) return launch_project_out<32>(project, stream);
   if (num_rows <= 64) return launch_project_out<64>(project, stream);

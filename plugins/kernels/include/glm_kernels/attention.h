@@ -24,7 +24,9 @@
 // A row is padding (output 0, nothing written) when its request is outside [0, num_requests) or its position outside
 // [0, 64 * pages_per_request). Page numbers outside [0, num_pages) are never touched and contribute nothing.
 // Bitwise repeatable. The list is split over num_splits blocks; a row has the same bits in every batch for an equal
-// num_splits. 0 = chosen from num_rows, num_heads and topk (always 1 when topk <= 64). Capturable.
+// num_splits, except that W_UK and W_UV run on other instructions in calls of 128 rows and more (and not in the last rows of
+// one, when fewer than 128 are left after each 4224), whose sums may round elsewhere. num_splits 0 = chosen from num_rows,
+// num_heads and topk (always 1 when topk <= 64). Capturable.
 #ifndef GLM_KERNELS_ATTENTION_H_
 #define GLM_KERNELS_ATTENTION_H_
 
@@ -58,7 +60,8 @@ typedef struct GlmMlaAttentionArgs {
   float rope_theta, scale, eps;
 } GlmMlaAttentionArgs;
 
-// Bytes of workspace; reads only sizes and attributes. 0 when the sizes are refused.
+// Bytes of workspace; reads only sizes and attributes, and grows with num_rows, num_requests and pages_per_request.
+// 0 when the sizes are refused. From 512 rows on, an FP8 cache may take up to 37 KB a row of it for rows widened to bf16.
 size_t glm_mla_attention_workspace_bytes(const GlmMlaAttentionArgs* args);
 int glm_mla_attention(const GlmMlaAttentionArgs* args, void* workspace, size_t workspace_bytes, void* stream);
 
