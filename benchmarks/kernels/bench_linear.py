@@ -1,6 +1,6 @@
 """Times glm_linear, glm_linear_fp8 and glm_router at GLM-5.2 shapes; rivals are cuBLAS through torch.
 
-python benchmarks/kernels/bench_linear.py [--json FILE] [--rows 1,4,32]   (GLM_KERNELS_LIB = libglm_kernels.so)
+python benchmarks/kernels/bench_linear.py [--json FILE] [--rows 1,4,32] [--dtypes fp8,bf16]   (GLM_KERNELS_LIB = libglm_kernels.so)
 """
 
 from __future__ import annotations
@@ -106,15 +106,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json")
     parser.add_argument("--rows", default="1,4,8,32,64,128,2048,8192")
+    parser.add_argument("--dtypes", default="fp8,bf16", help="the router counts as bf16")
     arguments = parser.parse_args()
+    dtypes = arguments.dtypes.split(",")
     rows = []
     for count in [int(text) for text in arguments.rows.split(",")]:
-        names = SHAPES if count in (4, 32, 8192) else ("qkv_a", "o")
+        names = SHAPES if count in (4, 32) or count >= 2048 else ("qkv_a", "o")
         for name in names:
-            rows.append(bench_shape(name, count, "fp8"))
-            if name in BF16_SHAPES:
+            if "fp8" in dtypes:
+                rows.append(bench_shape(name, count, "fp8"))
+            if "bf16" in dtypes and name in BF16_SHAPES:
                 rows.append(bench_shape(name, count, "bf16"))
-        rows.append(bench_router(count))
+        if "bf16" in dtypes:
+            rows.append(bench_router(count))
     timing.write_rows(rows, arguments.json)
 
 

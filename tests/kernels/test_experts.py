@@ -28,9 +28,12 @@ TINY = [
     (40, 256, 128, 16, 4),
     (200, 256, 128, 16, 4),
     (900, 256, 128, 16, 4),
+    (360, 256, 128, 16, 4),
 ]
-# Tails of K and of gate/up tiles; intermediate that is no multiple of 128 or 64; one expert; hidden below a tile.
-CORNERS = [(3, 288, 96, 4, 2), (9, 64, 32, 3, 1), (6, 544, 224, 5, 3), (21, 320, 160, 1, 1), (70, 32, 448, 2, 2)]
+# Tails of K and of gate/up tiles; intermediate that is no multiple of 128 or 64; one expert; hidden below a tile; three
+# tiles of 64 gate columns, whose last has no partner.
+CORNERS = [(3, 288, 96, 4, 2), (9, 64, 32, 3, 1), (6, 544, 224, 5, 3), (21, 320, 160, 1, 1), (70, 32, 448, 2, 2),
+           (200, 320, 192, 3, 2)]  # fmt: skip
 PRODUCTION = [(1, 6144, 2048, 16, 8), (4, 6144, 2048, 32, 8), (32, 6144, 2048, 16, 8), (512, 6144, 2048, 16, 8)]
 
 # Roundings to bf16 (intermediate, slot result, output) of 2^-9 / sqrt(3) each in the norm.
@@ -123,6 +126,20 @@ def test_experts_equal_float64_sum(kind: str, case: tuple[int, int, int, int, in
     if kind == "fp8":
         raw = _oracle(x, ids, weights, parts, intermediate, quantise=False)
         assert_close(found, raw, FP8_RAW_LIMIT, f"{kind} {case} against raw activations")
+
+
+def test_gates_of_any_size() -> None:
+    """Rows from nothing to gates whose exponential overflows, in tiles of many tokens; each row counts by itself."""
+    parts = _weights("fp8", 256, 128, 4)
+    x, (ids, weights) = _activations(400, 256), _routing(400, 4, 2)
+    x = (x.float() * torch.logspace(-30, 4, 400, device="cuda")[:, None]).bfloat16()
+    x[7] = 0
+    found = abi_products.experts(parts.entry, x, ids, weights, parts.tensors, 128, 4).double()
+    expected = _oracle(x, ids, weights, parts, 128, quantise=True)
+    assert bool(found.isfinite().all()) and bool((found[7] == 0).all())
+    size = expected.norm(dim=1, keepdim=True)
+    kept = (size > 1e-3)[:, 0]  # below, scales end at 1e-10 and products at bf16's smallest
+    assert_close(found[kept] / size[kept], expected[kept] / size[kept], FP8_LIMIT, "gates of any size")
 
 
 @sanitized

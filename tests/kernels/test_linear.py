@@ -16,6 +16,8 @@ TINY = [(1, 16, 16), (1, 256, 288), (3, 256, 512), (4, 128, 256), (8, 256, 256),
         (129, 272, 400), (300, 512, 528)]  # fmt: skip
 # K and row tails of every block size, K split over a cluster with an uneven share.
 CORNERS = [(5, 16, 4096), (5, 48, 16), (7, 144, 272), (2, 1040, 16), (33, 2064, 1168), (2, 7216, 112)]
+# FP8 tiles of 128, 192 and 256 tokens, with tails and a last cluster of one CTA's weight rows.
+TOKEN_TILES = [(384, 256, 5632), (2000, 272, 1040), (1700, 256, 2064)]
 PRODUCTION = [(1, 6144, 2624), (4, 6144, 2624), (4, 2048, 16384), (4, 16384, 6144), (32, 16384, 6144),
               (64, 6144, 24576), (16, 12288, 6144), (2048, 12288, 6144), (8192, 6144, 2624)]  # fmt: skip
 
@@ -51,7 +53,11 @@ def test_linear_equals_float64_product(shape: tuple[int, int, int]) -> None:
     assert torch.equal(wide.bfloat16(), narrow)
 
 
-@pytest.mark.parametrize("shape", mark_some(TINY, 2, 5, 9, 13) + mark_some(CORNERS, 3, 5) + PRODUCTION, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    mark_some(TINY, 2, 5, 9, 13) + mark_some(CORNERS, 3, 5) + mark_some(TOKEN_TILES, 1, 2) + PRODUCTION,
+    ids=str,
+)
 def test_linear_fp8_equals_float64_product(shape: tuple[int, int, int]) -> None:
     rows, k, features = shape
     x = _inputs(rows, k, 3)

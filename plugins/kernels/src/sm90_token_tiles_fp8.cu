@@ -1,42 +1,82 @@
-// FP8 products of many tokens: 128 tokens x 128 weight rows a tile, tokens on the tensor core's M side, persistent CTAs.
+// FP8 products of many tokens: up to 256 tokens x 128 weight rows a CTA, clusters of two CTAs, tokens on the tensor
+// core's M side, persistent CTAs.
 //
-// Bound. Operations: 8192 rows of o_proj 1.65 TFLOP, of the routed experts 4.9 TFLOP; the tensor core's 1.43 PFLOP/s is
-// out of reach at this tile, since a 64 x 128 product takes 6 KB from shared memory for 64 clocks of work: with the copies
-// coming in a step of 128 needs 640 clocks of shared memory for 512 of the tensor core (about 1.1 PFLOP/s).
+// Bound. Operations: 8192 rows of o_proj 1.65 TFLOP, of the routed experts 4.9 TFLOP. The tensor core's 1.9 PFLOP/s at
+// 1.75 GHz are out of reach: under this load the card draws its 690 W and slows down to 1.5 - 1.6 GHz; cuBLAS, which
+// scales nothing within K, reaches 1,470 TFLOP/s. Shared memory comes next: a 64 x 128 product takes 6 KB for 64 clocks
+// of work, so with the copies coming in a step of 256 tokens needs 1152 clocks of shared memory for 1024 of the tensor
+// core (192 tokens: 896 for 768, 128 tokens: 640 for 512). For experts it is memory, see below.
 //
 // Why not the weight-streaming kernel: with weights on M a thread's sums belong to many tokens, and scaling them takes
-// longer than the product. Here a thread has two tokens; one step's scaling is 64 multiply-adds and four products.
+// longer than the product. Here a thread has two tokens a block; a step's scaling is 64 multiply-adds and a few products.
 //
-// Roles. Warp 8 fills a ring of K steps over all tiles of the CTA without a break, so a tile's first products wait for
-// nothing. Warpgroups 0 and 1 own 64 tokens each and never meet: one may store its sums while the other multiplies.
-// With kGlu a unit is two tiles of 64 gate and 64 up rows; the first tile's 64 columns wait in shared memory (each thread
-// its own values) until the second's are known, because the two share one 1x128 scale.
+// Cluster. Both CTAs take the same tokens and neighbouring weight rows. Each loads every other block of 64 tokens for
+// both (multicast), so a step of 256 tokens costs a CTA 32 KB of L2 reads; 128 x 128 without a partner cost as much for
+// half of the work, and L2 was its wall.
+//
+// Roles. The last warpgroup's first thread fills a ring of K steps over all tiles of the CTA without a break; what a
+// tile is travels with its first step, so the math warpgroups read no tables. They own blocks of 64 tokens and never
+// meet: one may scale or store while another multiplies. Two shapes: two warpgroups of two blocks each (256 tokens, or
+// 128 with one block), or three of one block (192), which waste less of the last wave or of an expert's last tile.
+//
+// With kGlu a tile is 64 gate and 64 up rows, and the two CTAs exchange one maximum a token for their common 1x128
+// scale. Weight rows are copied in an order that gives a thread neighbouring columns: stores of 16 bytes (kGlu), 8 or 16.
+//
+// Measured on one H200, kernel alone: o_proj of 8128 rows 1,030 TFLOP/s with 128 x 128 tiles and no cluster, 1,150 with
+// clusters and 256 tokens, 1,320 with descriptors of one word and tiles in the ring (a step took 278 instructions a
+// warp, 70 of them before its first product, and takes 207); the tensor core is busy 78 % of the time at 1.57 GHz.
+// Experts of 254 rows each: 820 TFLOP/s, L2 at 87 %, HBM at 61 % with 1.7 times the bytes of weights and rows. Probably
+// an expert's two tiles, in clusters that drift apart by up to a tile, both fetch the weights; a common queue for the
+// clusters would keep them together.
+//
+// Tried without gain: warpgroups taking turns at the tensor core, or started one after the other; two sets of partial
+// sums (128 tokens); bands of 1024 or 4096 tokens; three stages instead of four (within 2 %); for experts, tiles of one
+// expert in turns (6 % slower), tiles filled to the brim instead of evenly (1 to 3 %), other L2 policies, SwiGLU without
+// the division's branches.
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
 #include "glm_kernels/status.h"
 #include "refusal.h"
 #include "sm90_ptx.cuh"
-#include "sm90_stream_mma.cuh"
 #include "sm90_tensor_map.h"
+#include "sm90_token_tiles.cuh"
 #include "sm90_weight_stream.h"
 #include "smxx_numeric.cuh"
 
 namespace glm {
 namespace {
 
-constexpr int kTile = 128;
-constexpr int kConsumerThreads = 256;
-constexpr int kThreads = 288;
-constexpr int kStages = 5;
-constexpr int kOperandBytes = kTile * 128;
-constexpr int kScaleBytes = kTile * 4;
-constexpr int kTokenOffset = kStages * kOperandBytes;
-constexpr int kScaleOffset = 2 * kTokenOffset;
-constexpr int kHeldOffset = kScaleOffset + kStages * kScaleBytes;
-constexpr int kBarrierOffset = kHeldOffset + kConsumerThreads * 32 * 4;
-constexpr int kSharedBytes = kBarrierOffset + kStages * 16 + 1024;  // + alignment to 1024
-static_assert(kSharedBytes <= 227 * 1024, "shared memory of one CTA");
+constexpr int kTileRows = 128;
+constexpr int kBlockTokens = 64;
+constexpr int kBandTokens = 2048;
+constexpr int kWeightBytes = kTileRows * 128;
+constexpr int kBlockBytes = kBlockTokens * 128;
+constexpr int kMaxStages = 8;
+constexpr int kRingBytes = 220 * 1024;
+
+// Threads and shared memory of a CTA whose math warpgroups take kBlocks blocks of 64 tokens each.
+template <int kWarpgroups_, int kBlocks_>
+struct CtaShape {
+  static constexpr int kWarpgroups = kWarpgroups_;
+  static constexpr int kBlocks = kBlocks_;
+  static constexpr int kMathThreads = 128 * kWarpgroups;
+  static constexpr int kMathWarps = kMathThreads / 32;
+  static constexpr int kThreads = kMathThreads + 128;
+  static constexpr int kTokens = kBlocks * kWarpgroups * kBlockTokens;
+  // Sums and partial sums are 64 registers a block and 64; one file has 65536.
+  static constexpr int kMathRegisters = kWarpgroups == 2 ? 232 : 160;
+  static constexpr int kCopyRegisters = kWarpgroups == 2 ? 40 : 32;
+  static constexpr int kMaximaOffset = kRingBytes;
+  static constexpr int kJobOffset = kMaximaOffset + 2 * kTokens * 4;
+  static constexpr int kBarrierOffset = kJobOffset + kMaxStages * 16;  // full, then empty ones
+  static constexpr int kExchangeOffset = kBarrierOffset + 2 * kMaxStages * 8;
+  static constexpr int kSharedBytes = kExchangeOffset + 2 * kMathWarps * 8 + 1024;  // + alignment to 1024
+  static_assert(kSharedBytes <= 227 * 1024, "shared memory of one CTA");
+  static_assert(kMathThreads * kMathRegisters + 128 * kCopyRegisters <= 65536, "registers of one CTA");
+};
+using TwoWarpgroups = CtaShape<2, 2>;
+using ThreeWarpgroups = CtaShape<3, 1>;
 
 struct TileParameters {
   CUtensorMap weight_map;
@@ -47,184 +87,318 @@ struct TileParameters {
   void* out;
   float* out_scale;
   int output;  // StreamOutput: kBf16, kF32, kGlu
-  int rows, num_steps, units_per_tile, token_tiles, num_tokens, out_stride, scale_stride, block_rows;
+  int rows, num_steps, block_rows, num_tokens, out_stride, scale_stride;
+  int pairs_per_tile, token_tiles, tile_tokens, band_tiles;  // a pair: the row tiles of one cluster
+  int num_stages, stage_bytes, scale_offset;
 };
 
-struct TileJob {
-  int row_tile, expert, first_token, num_tokens;
+struct alignas(16) TileJob {
+  int row_tile, expert, first_token, num_tokens;  // num_tokens 0: no more tiles
 };
 
-__device__ __forceinline__ int num_units(const TileParameters& p) {
-  return p.units_per_tile * (p.tiles.num_tiles != nullptr ? __ldcg(p.tiles.num_tiles) : p.token_tiles);
+__device__ __forceinline__ int num_token_tiles(const TileParameters& p) {
+  return p.tiles.num_tiles != nullptr ? __ldcg(p.tiles.num_tiles) : p.token_tiles;
 }
 
-// Units that run together share weights or tokens: of one expert, or of a band of 16 token tiles.
-__device__ __forceinline__ TileJob tile_job(const TileParameters& p, int unit) {
-  const int tiles_per_unit = p.output == static_cast<int>(StreamOutput::kGlu) ? 2 : 1;
-  TileJob job;
+// Pairs that run together share weights or tokens: of a band of token tiles, or of one expert's tile.
+__device__ __forceinline__ TileJob tile_job(const TileParameters& p, int num_tiles, int pair, int rank) {
+  const int band = pair / (p.band_tiles * p.pairs_per_tile);
+  const int within = pair - band * p.band_tiles * p.pairs_per_tile;
+  const int band_tiles = min(p.band_tiles, num_tiles - band * p.band_tiles);
+  const int tile = band * p.band_tiles + within % band_tiles;
+  const int row_tile = within / band_tiles * 2 + rank;
   if (p.tiles.num_tiles != nullptr) {
-    const int tile = unit / p.units_per_tile;
-    job.row_tile = unit % p.units_per_tile * tiles_per_unit;
-    job.expert = __ldcg(p.tiles.expert + tile);
-    job.first_token = __ldcg(p.tiles.first_row + tile);
-    job.num_tokens = __ldcg(p.tiles.num_rows + tile);
-    return job;
+    return {row_tile, __ldcg(p.tiles.expert + tile), __ldcg(p.tiles.first_row + tile), __ldcg(p.tiles.num_rows + tile)};
   }
-  constexpr int kBand = 16;
-  const int band = unit / (kBand * p.units_per_tile);
-  const int within = unit - band * kBand * p.units_per_tile;
-  const int band_tiles = min(kBand, p.token_tiles - band * kBand);
-  job.row_tile = within / band_tiles * tiles_per_unit;
-  job.expert = 0;
-  job.first_token = (band * kBand + within % band_tiles) * kTile;
-  job.num_tokens = min(kTile, p.num_tokens - job.first_token);
-  return job;
+  const int first_token = tile * p.tile_tokens;
+  return {row_tile, 0, first_token, min(p.tile_tokens, p.num_tokens - first_token)};
 }
 
-__device__ __forceinline__ void produce_tiles(const TileParameters& p, uint32_t base) {
-  const uint32_t full = base + kBarrierOffset, empty = full + kStages * 8;
-  const int tiles_per_unit = p.output == static_cast<int>(StreamOutput::kGlu) ? 2 : 1;
-  const int end = num_units(p);
-  int stage = 0, phase = 1;  // a fresh barrier passes a wait for the odd phase: the first round finds free stages
-  for (int unit = blockIdx.x; unit < end; unit += gridDim.x) {
-    const TileJob job = tile_job(p, unit);
-    for (int tile = 0; tile < tiles_per_unit; ++tile) {
-      for (int step = 0; step < p.num_steps; ++step) {
-        barrier_wait(empty + stage * 8, phase);
-        const uint32_t barrier = full + stage * 8;
-        barrier_expect_bytes(barrier, 2 * kOperandBytes + kScaleBytes);
-        copy_tensor_5d(base + stage * kOperandBytes, &p.weight_map, barrier, step * 128, 0, 0,
-                       (job.row_tile + tile) * 8, job.expert, kEvictNormal);
-        copy_tensor_2d(base + kTokenOffset + stage * kOperandBytes, &p.token_map, barrier, step * 128, job.first_token,
-                       kEvictLast);
-        copy_tensor_2d(base + kScaleOffset + stage * kScaleBytes, &p.token_scale_map, barrier, job.first_token, step,
-                       kEvictLast);
-        if (++stage == kStages) stage = 0, phase ^= 1;
+struct WeightScales {
+  const float *gate, *up;  // [num_steps] each; the same in a plain product
+};
+
+template <bool kGlu>
+__device__ __forceinline__ WeightScales weight_scales(const TileParameters& p, const TileJob& job) {
+  const float* scales = p.weight_scale + static_cast<int64_t>(job.expert) * p.block_rows * p.num_steps;
+  // Rows beyond the expert's are not stored; their block is clamped into the table.
+  const int gate_block = min(kGlu ? job.row_tile / 2 : job.row_tile, p.block_rows - 1);
+  const int up_block = kGlu ? min((p.rows + job.row_tile * 64) / 128, p.block_rows - 1) : gate_block;
+  return {scales + gate_block * p.num_steps, scales + up_block * p.num_steps};
+}
+
+struct RingPlace {
+  int stage, phase;
+  __device__ __forceinline__ void advance(int num_stages) {
+    if (++stage == num_stages) stage = 0, phase ^= 1;
+  }
+};
+
+template <typename Shape, bool kGlu>
+__device__ __forceinline__ void produce_tiles(const TileParameters& p, uint32_t base, uint8_t* shared, int rank) {
+  const uint32_t full = base + Shape::kBarrierOffset, empty = full + kMaxStages * 8;
+  TileJob* jobs = reinterpret_cast<TileJob*>(shared + Shape::kJobOffset);
+  const int num_tiles = num_token_tiles(p), end = num_tiles * p.pairs_per_tile, stride = gridDim.x / 2;
+  RingPlace place = {0, 1};  // a fresh barrier passes a wait for the odd phase: the first round finds free stages
+  TileJob next = {};
+  int pair = blockIdx.x / 2;
+  if (pair < end) next = tile_job(p, num_tiles, pair, rank);
+  for (; pair < end; pair += stride) {
+    const TileJob job = next;
+    if (pair + stride < end) next = tile_job(p, num_tiles, pair + stride, rank);  // its latency hides behind this tile
+    const WeightScales scales = weight_scales<kGlu>(p, job);
+    for (int step = 0; step < p.num_steps; step += 32) {
+      prefetch_to_l2(scales.gate + step);
+      if (kGlu) prefetch_to_l2(scales.up + step);
+    }
+    const int num_blocks = (job.num_tokens + kBlockTokens - 1) / kBlockTokens;
+    const int group = kGlu ? job.expert * p.rows + min(job.row_tile, p.rows / 64 - 1) * 32
+                           : job.expert * (p.rows / 16) + job.row_tile * 8;
+    for (int step = 0; step < p.num_steps; ++step) {
+      barrier_wait(empty + place.stage * 8, place.phase);
+      const uint32_t barrier = full + place.stage * 8, target = base + place.stage * p.stage_bytes;
+      if (step == 0) jobs[place.stage] = job;
+      barrier_expect_bytes(barrier, kWeightBytes + num_blocks * kBlockBytes + p.tile_tokens * 4);
+      copy_tensor_5d(target, &p.weight_map, barrier, step * 128, 0, 0, 0, group, kEvictNormal);
+      for (int block = (rank + step) & 1; block < num_blocks; block += 2) {
+        copy_tensor_2d_to_both(target + kWeightBytes + block * kBlockBytes, &p.token_map, barrier, step * 128,
+                               job.first_token + block * kBlockTokens, kEvictLast);
       }
+      copy_tensor_2d(base + p.scale_offset + place.stage * Shape::kTokens * 4, &p.token_scale_map, barrier,
+                     job.first_token, step, kEvictLast);
+      place.advance(p.num_stages);
     }
   }
+  barrier_wait(empty + place.stage * 8, place.phase);
+  jobs[place.stage] = {0, 0, 0, 0};
+  barrier_arrive(full + place.stage * 8);
 }
 
-// One tile's sums over all steps: sum[4 j + i] = token (lane / 4) + 8 (i / 2), weight row 8 j + 2 (lane % 4) + i % 2.
-__device__ __forceinline__ void accumulate_tile(const float* gate_scale, const float* up_scale, int num_steps,
-                                                uint32_t base, const uint8_t* shared, int& stage, int& phase,
-                                                float (&sum)[64]) {
-  const uint32_t full = base + kBarrierOffset, empty = full + kStages * 8;
-  const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32;
-  const int token = (threadIdx.x / 32) * 16 + lane / 4;
+// A math warpgroup's view of the ring; addresses are those of stage 0.
+struct Ring {
+  uint32_t full;             // this CTA's barriers
+  uint32_t empty;            // lanes 0 and 1: of CTA 0 and 1
+  uint32_t weights, tokens;  // descriptors; tokens of the warpgroup's first block
+  uint32_t token_scales;     // of this thread's first token
+  int num_stages, stage_units;  // a stage in 16 bytes
+  bool releases;
+  RingPlace place;
+  __device__ __forceinline__ void wait() const { barrier_wait(full + place.stage * 8, place.phase); }
+  // Copies of either CTA write here, so both learn that this warp is done with the stage.
+  __device__ __forceinline__ void hand_back() const {
+    __syncwarp();
+    if (releases) barrier_arrive_cluster(empty + place.stage * 8);
+  }
+  __device__ __forceinline__ void advance() { place.advance(num_stages); }
+};
+
+// Sums of a warpgroup's blocks over all steps: sum[b][4 j + i] = token (lane / 4) + 8 (i / 2) of block b, row 8 j + 2
+// (lane % 4) + i % 2 of the tile as copied. Groups of 8 rows alternate between gate and up.
+template <typename Shape, int kBlocks, bool kGlu>
+__device__ __forceinline__ void accumulate_tile(const WeightScales& scales, int num_steps, Ring& ring,
+                                                float (&sum)[kBlocks][64]) {
+  const int lane = threadIdx.x % 32;
   float partial[64];
 #pragma unroll
-  for (int i = 0; i < 64; ++i) sum[i] = 0.f;
-  float next_gate = __ldg(gate_scale), next_up = __ldg(up_scale);
+  for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) sum[b][i] = 0.f;
+  }
+  // Each lane keeps one of 32 steps' weight scales; the next 32 are fetched half way.
+  float gates = 0.f, ups = 0.f;
+  float next_gates = __ldg(scales.gate + min(lane, num_steps - 1));
+  float next_ups = kGlu ? __ldg(scales.up + min(lane, num_steps - 1)) : 0.f;
+#pragma unroll 1
   for (int step = 0; step < num_steps; ++step) {
-    const float gate = next_gate, up = next_up;
-    const int ahead = min(step + 1, num_steps - 1);
-    next_gate = __ldg(gate_scale + ahead);  // a step ahead: its latency hides behind the products
-    next_up = __ldg(up_scale + ahead);
-    barrier_wait(full + stage * 8, phase);
-    const uint64_t a = swizzled_descriptor(base + kTokenOffset + stage * kOperandBytes + warpgroup * 8192);
-    const uint64_t b = swizzled_descriptor(base + stage * kOperandBytes);
-    const float* scales = reinterpret_cast<const float*>(shared + kScaleOffset + stage * kScaleBytes);
-    const float low_token = scales[token], high_token = scales[token + 8];
-    warpgroup_fence();
+    ring.wait();
+    if (step % 32 == 0) gates = next_gates, ups = next_ups;
+    const int ahead = min(step + 16 + lane, num_steps - 1);
+    load_if(step % 32 == 16, scales.gate + ahead, next_gates);
+    if (kGlu) load_if(step % 32 == 16, scales.up + ahead, next_ups);
+    const uint32_t stage = ring.place.stage * ring.stage_units;
+    const uint32_t token_scales = ring.token_scales + ring.place.stage * Shape::kTokens * 4;
 #pragma unroll
-    for (int kk = 0; kk < 4; ++kk) StreamMma<128>::wgmma_fp8(partial, a + kk * 2, b + kk * 2, kk > 0);
-    warpgroup_commit();
-    warpgroup_wait<0>();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(empty + stage * 8);
-    // Groups of 8 weight rows alternate between gate and up; the two scales are equal in a plain product.
-    const float low[2] = {low_token * gate, low_token * up}, high[2] = {high_token * gate, high_token * up};
+    for (int b = 0; b < kBlocks; ++b) {
+      constexpr int kStride = Shape::kWarpgroups;  // blocks go round the warpgroups
+      start_step(partial, ring.tokens + stage + b * kStride * (kBlockBytes / 16), ring.weights + stage);
+      const float low_token = load_shared_float(token_scales + b * kStride * kBlockTokens * 4);
+      const float high_token = load_shared_float(token_scales + b * kStride * kBlockTokens * 4 + 32);
+      const float gate = __shfl_sync(0xffffffffu, gates, step % 32);
+      const float up = kGlu ? __shfl_sync(0xffffffffu, ups, step % 32) : gate;
+      const float low[2] = {low_token * gate, low_token * up}, high[2] = {high_token * gate, high_token * up};
+      finish_step(partial);
+      if (b == kBlocks - 1) ring.hand_back();
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      sum[4 * j + 0] += partial[4 * j + 0] * low[j % 2];
-      sum[4 * j + 1] += partial[4 * j + 1] * low[j % 2];
-      sum[4 * j + 2] += partial[4 * j + 2] * high[j % 2];
-      sum[4 * j + 3] += partial[4 * j + 3] * high[j % 2];
+      for (int j = 0; j < 16; ++j) {
+        sum[b][4 * j + 0] += partial[4 * j + 0] * low[j % 2];
+        sum[b][4 * j + 1] += partial[4 * j + 1] * low[j % 2];
+        sum[b][4 * j + 2] += partial[4 * j + 2] * high[j % 2];
+        sum[b][4 * j + 3] += partial[4 * j + 3] * high[j % 2];
+      }
     }
-    if (++stage == kStages) stage = 0, phase ^= 1;
+    ring.advance();
   }
 }
 
-__device__ __forceinline__ void store_tile(const TileParameters& p, const TileJob& job, const float (&sum)[64]) {
-  const int lane = threadIdx.x % 32, token = (threadIdx.x / 32) * 16 + lane / 4;
-  const int first_row = job.row_tile * kTile + 2 * (lane % 4);
+// Plain rows are copied so that a thread's are 16 m + 4 (lane % 4) + 0..3.
+template <typename Shape, int kBlocks>
+__device__ __forceinline__ void store_tile(const TileParameters& p, const TileJob& job,
+                                           const float (&sum)[kBlocks][64]) {
+  const int lane = threadIdx.x % 32;
+  const int first_row = job.row_tile * kTileRows + 4 * (lane % 4);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (token + 8 * half >= job.num_tokens) continue;
-    const int64_t target = static_cast<int64_t>(job.first_token + token + 8 * half) * p.out_stride;
+  for (int b = 0; b < kBlocks; ++b) {
+    const int block = threadIdx.x / 128 + Shape::kWarpgroups * b;
+    const int token = block * kBlockTokens + (threadIdx.x / 32) % 4 * 16 + lane / 4;
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const int row = first_row + 8 * j;
-      if (row >= p.rows) continue;
-      const float x = sum[4 * j + 2 * half], y = sum[4 * j + 2 * half + 1];
-      if (p.output == static_cast<int>(StreamOutput::kF32)) {
-        *reinterpret_cast<float2*>(static_cast<float*>(p.out) + target + row) = make_float2(x, y);
-      } else {
-        *reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(p.out) + target + row) =
-            __floats2bfloat162_rn(x, y);
+    for (int half = 0; half < 2; ++half) {
+      if (token + 8 * half >= job.num_tokens) continue;
+      const int64_t target = static_cast<int64_t>(job.first_token + token + 8 * half) * p.out_stride;
+#pragma unroll
+      for (int m = 0; m < 8; ++m) {
+        const int row = first_row + 16 * m, e = 8 * m + 2 * half;
+        if (row >= p.rows) continue;
+        const float4 value = make_float4(sum[b][e], sum[b][e + 1], sum[b][e + 4], sum[b][e + 5]);
+        if (p.output == static_cast<int>(StreamOutput::kF32)) {
+          *reinterpret_cast<float4*>(static_cast<float*>(p.out) + target + row) = value;
+        } else {
+          *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.out) + target + row) = pack_bf16x4(value);
+        }
       }
     }
   }
 }
 
-// Gate and up sums -> 16 values a token of this thread's columns 8 m + 2 (lane % 4), + 1: gated[4 m + i], i as in sums.
-__device__ __forceinline__ float gated_value(const float (&sum)[64], int m, int i) {
-  return silu(sum[8 * m + i]) * sum[8 * m + 4 + i];
-}
-
-// Quantises 64 + 64 columns of each token with one scale and stores them.
-__device__ __forceinline__ void store_gated(const TileParameters& p, const TileJob& job, const float (&sum)[64],
-                                            const float* held) {
-  const int lane = threadIdx.x % 32, token = (threadIdx.x / 32) * 16 + lane / 4;
-  const int first_column = job.row_tile * (kTile / 2) + 2 * (lane % 4);
-  float second[32], largest[2] = {0.f, 0.f};
+// Sums -> silu(gate) * up, 16 columns a thread: 16 (lane % 4) + 2 m + i. Gated columns of both CTAs get one scale a token:
+// each sends its maxima to the other. A tile's maxima may arrive while the last tile's are still read, hence two slots.
+template <typename Shape, int kBlocks>
+__device__ __forceinline__ void store_gated(const TileParameters& p, const TileJob& job, uint32_t base,
+                                            const uint8_t* shared, int rank, int exchange, float (&sum)[kBlocks][64]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const bool valid = job.row_tile * 64 < p.rows;
+  const int slot = exchange & 1;
+  const uint32_t maxima = Shape::kMaximaOffset + slot * Shape::kTokens * 4;
+  const uint32_t barrier = Shape::kExchangeOffset + (slot * Shape::kMathWarps + warp) * 8;
+  const int first = warp / 4 * kBlockTokens + warp % 4 * 16 + lane / 4;
+  float largest[kBlocks][2];
 #pragma unroll
-  for (int e = 0; e < 32; ++e) {
-    second[e] = gated_value(sum, e / 4, e % 4);
-    const float first = held[e * kConsumerThreads];
-    largest[e / 2 % 2] = fmaxf(largest[e / 2 % 2], fmaxf(fabsf(first), fabsf(second[e])));
-  }
+  for (int b = 0; b < kBlocks; ++b) {
+    largest[b][0] = largest[b][1] = 0.f;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int offset = 1; offset < 4; offset *= 2) {
-      largest[half] = fmaxf(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], offset));
+    for (int e = 0; e < 32; ++e) {
+      const int m = e / 4, i = e % 4;
+      sum[b][e] = silu(sum[b][8 * m + i]) * sum[b][8 * m + 4 + i];
+      if (valid) largest[b][i / 2] = fmaxf(largest[b][i / 2], fabsf(sum[b][e]));
     }
-    if (token + 8 * half >= job.num_tokens) continue;
-    const float scale = quantisation_scale(largest[half]), inverse = 1.f / scale;
-    const int64_t row = job.first_token + token + 8 * half;
-    if (lane % 4 == 0) p.out_scale[static_cast<int64_t>(job.row_tile / 2) * p.scale_stride + row] = scale;
-    uint8_t* target = static_cast<uint8_t*>(p.out) + row * p.out_stride;
 #pragma unroll
-    for (int m = 0; m < 8; ++m) {
-      const int e = 4 * m + 2 * half, column = first_column + 8 * m;
-      const float2 low = make_float2(held[e * kConsumerThreads] * inverse, held[(e + 1) * kConsumerThreads] * inverse);
-      const float2 high = make_float2(second[e] * inverse, second[e + 1] * inverse);
-      if (column < p.rows) {
-        *reinterpret_cast<__nv_fp8x2_storage_t*>(target + column) =
-            __nv_cvt_float2_to_fp8x2(low, __NV_SATFINITE, __NV_E4M3);
-      }
-      if (column + 64 < p.rows) {
-        *reinterpret_cast<__nv_fp8x2_storage_t*>(target + column + 64) =
-            __nv_cvt_float2_to_fp8x2(high, __NV_SATFINITE, __NV_E4M3);
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int offset = 1; offset < 4; offset *= 2) {
+        largest[b][half] = fmaxf(largest[b][half], __shfl_xor_sync(0xffffffffu, largest[b][half], offset));
       }
     }
   }
+  if (lane == 0) barrier_expect_bytes(base + barrier, kBlocks * 16 * 4);
+  if (lane % 4 == 0) {
+    const uint32_t other = cluster_address(base, rank ^ 1);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      const int token = first + Shape::kWarpgroups * b * kBlockTokens;
+      send_float(other + maxima + token * 4, largest[b][0], other + barrier);
+      send_float(other + maxima + (token + 8) * 4, largest[b][1], other + barrier);
+    }
+  }
+  barrier_wait_for_cluster(base + barrier, exchange >> 1 & 1);
+  if (!valid) return;
+  const float* others = reinterpret_cast<const float*>(shared + maxima);
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int token = first + Shape::kWarpgroups * b * kBlockTokens + 8 * half;
+      if (token >= job.num_tokens) continue;
+      const float scale = quantisation_scale(fmaxf(largest[b][half], others[token])), inverse = 1.f / scale;
+      const int64_t row = job.first_token + token;
+      if (rank == 0 && lane % 4 == 0) {
+        p.out_scale[static_cast<int64_t>(job.row_tile / 2) * p.scale_stride + row] = scale;
+      }
+      uint32_t packed[8];
+#pragma unroll
+      for (int m = 0; m < 8; ++m) {
+        const int e = 4 * m + 2 * half;
+        packed[m] = __nv_cvt_float2_to_fp8x2(make_float2(sum[b][e] * inverse, sum[b][e + 1] * inverse),
+                                             __NV_SATFINITE, __NV_E4M3);
+      }
+      *reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.out) + row * p.out_stride + job.row_tile * 64 +
+                                16 * (lane % 4)) =
+          make_uint4(packed[0] | packed[1] << 16, packed[2] | packed[3] << 16, packed[4] | packed[5] << 16,
+                     packed[6] | packed[7] << 16);
+    }
+  }
 }
 
-__global__ void __launch_bounds__(kThreads, 1) token_tiles_kernel(const __grid_constant__ TileParameters p) {
+template <typename Shape, int kBlocks, bool kGlu>
+__device__ __forceinline__ void run_tile(const TileParameters& p, const TileJob& job, Ring& ring, uint32_t base,
+                                         const uint8_t* shared, int rank, int& exchange) {
+  float sum[kBlocks][64];
+  accumulate_tile<Shape, kBlocks, kGlu>(weight_scales<kGlu>(p, job), p.num_steps, ring, sum);
+  if constexpr (kGlu) {
+    store_gated<Shape, kBlocks>(p, job, base, shared, rank, exchange++, sum);
+  } else {
+    store_tile<Shape, kBlocks>(p, job, sum);
+  }
+}
+
+template <typename Shape, bool kGlu>
+__device__ __forceinline__ void consume_tiles(const TileParameters& p, uint32_t base, const uint8_t* shared, int rank) {
+  const int lane = threadIdx.x % 32, warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  const int first_token = warpgroup * kBlockTokens + (threadIdx.x / 32) % 4 * 16 + lane / 4;
+  const uint32_t barriers = base + Shape::kBarrierOffset;
+  Ring ring = {barriers,
+               in_register(cluster_address(barriers + kMaxStages * 8, lane % 2)),
+               in_register(descriptor_low(base)),
+               in_register(descriptor_low(base + kWeightBytes + warpgroup * kBlockBytes)),
+               in_register(base + p.scale_offset + first_token * 4),
+               p.num_stages,
+               p.stage_bytes / 16,
+               lane < 2,
+               {0, 0}};
+  int exchange = 0;
+  for (;;) {
+    ring.wait();
+    const TileJob job = reinterpret_cast<const TileJob*>(shared + Shape::kJobOffset)[ring.place.stage];
+    const int tile_blocks = __shfl_sync(0xffffffffu, (job.num_tokens + kBlockTokens - 1) / kBlockTokens, 0);
+    if (tile_blocks == 0) return;
+    if (Shape::kBlocks > 1 && tile_blocks > warpgroup + Shape::kWarpgroups) {
+      run_tile<Shape, Shape::kBlocks, kGlu>(p, job, ring, base, shared, rank, exchange);
+    } else if (tile_blocks > warpgroup) {
+      run_tile<Shape, 1, kGlu>(p, job, ring, base, shared, rank, exchange);
+    } else {
+      for (int step = 0; step < p.num_steps; ++step) {
+        ring.wait();
+        ring.hand_back();
+        ring.advance();
+      }
+    }
+  }
+}
+
+template <typename Shape, bool kGlu>
+__global__ void __launch_bounds__(Shape::kThreads, 1) token_tiles_kernel(const __grid_constant__ TileParameters p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint8_t raw_shared[];
   uint8_t* shared = raw_shared + ((1024 - (shared_address(raw_shared) & 1023)) & 1023);
   const uint32_t base = shared_address(shared);
+  const int rank = cluster_rank();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(base + kBarrierOffset + i * 8, 1);
-      barrier_init(base + kBarrierOffset + (kStages + i) * 8, kConsumerThreads / 32);
+    const uint32_t full = base + Shape::kBarrierOffset, exchange = base + Shape::kExchangeOffset;
+    for (int i = 0; i < kMaxStages; ++i) {
+      barrier_init(full + i * 8, 1);
+      barrier_init(full + (kMaxStages + i) * 8, 2 * Shape::kMathWarps);  // of both CTAs
     }
+    for (int i = 0; i < 2 * Shape::kMathWarps; ++i) barrier_init(exchange + i * 8, 1);
     barrier_init_fence();
-  } else if (threadIdx.x == kConsumerThreads) {
+  } else if (threadIdx.x == Shape::kMathThreads) {
     prefetch_tensor_map(&p.weight_map);
     prefetch_tensor_map(&p.token_map);
     prefetch_tensor_map(&p.token_scale_map);
@@ -232,40 +406,16 @@ __global__ void __launch_bounds__(kThreads, 1) token_tiles_kernel(const __grid_c
   // In this order: the next kernel may take it that the tables are complete once it runs (see weight_stream_kernel).
   wait_for_previous_kernels();
   allow_next_kernel();
-  __syncthreads();
-  if (threadIdx.x >= kConsumerThreads) {
-    if (threadIdx.x == kConsumerThreads) produce_tiles(p, base);
-    return;
+  cluster_sync();
+  if (threadIdx.x >= Shape::kMathThreads) {
+    keep_registers<Shape::kCopyRegisters>();
+    if (threadIdx.x == Shape::kMathThreads) produce_tiles<Shape, kGlu>(p, base, shared, rank);
+  } else {
+    take_registers<Shape::kMathRegisters>();
+    consume_tiles<Shape, kGlu>(p, base, shared, rank);
   }
-
-  const bool glu = p.output == static_cast<int>(StreamOutput::kGlu);
-  float* held = reinterpret_cast<float*>(shared + kHeldOffset) + threadIdx.x;
-  const int end = num_units(p);
-  int stage = 0, phase = 0;
-  for (int unit = blockIdx.x; unit < end; unit += gridDim.x) {
-    const TileJob job = tile_job(p, unit);
-    float sum[64];
-    if (!glu) {
-      const float* scale =
-          p.weight_scale + (static_cast<int64_t>(job.expert) * p.block_rows + job.row_tile) * p.num_steps;
-      accumulate_tile(scale, scale, p.num_steps, base, shared, stage, phase, sum);
-      store_tile(p, job, sum);
-      continue;
-    }
-    for (int tile = 0; tile < 2; ++tile) {
-      // Rows beyond the expert's have zero weights; their block is clamped into the table.
-      const int gate_block = min(job.row_tile / 2, p.block_rows - 1);
-      const int up_block = min((p.rows + (job.row_tile + tile) * (kTile / 2)) / 128, p.block_rows - 1);
-      const float* scales = p.weight_scale + static_cast<int64_t>(job.expert) * p.block_rows * p.num_steps;
-      accumulate_tile(scales + gate_block * p.num_steps, scales + up_block * p.num_steps, p.num_steps, base, shared,
-                      stage, phase, sum);
-      if (tile == 0) {
-#pragma unroll
-        for (int e = 0; e < 32; ++e) held[e * kConsumerThreads] = gated_value(sum, e / 4, e % 4);
-      }
-    }
-    store_gated(p, job, sum, held);
-  }
+  __syncwarp();
+  cluster_sync();  // no CTA leaves while its partner still copies into it or releases its stages
 #endif
 }
 
@@ -279,6 +429,38 @@ int num_multiprocessors() {
   return count;
 }
 
+// 128 weight rows x 128 bytes, in the order that gives a thread neighbouring ones: as copied, row 8 j + 2 q + i is row
+// 16 (j / 2) + 4 q + 2 (j % 2) + i of a plain product; with kGlu, gate (j even) or up (j odd) row 16 q + 2 (j / 2) + i.
+int encode_row_map(const StreamCall& call, CUtensorMap* map) {
+  const bool glu = call.output == StreamOutput::kGlu;
+  const uint64_t row_bytes = call.k, rows = call.rows;
+  TensorMapShape shape = {call.weight, 1, 5, true, {}, {}, {}};
+  const uint64_t sizes[5] = {row_bytes, 2, 4, 2, call.num_groups * (glu ? rows : rows / 16)};
+  const uint64_t strides[4] = {row_bytes, (glu ? 16 : 4) * row_bytes, (glu ? rows : 2) * row_bytes,
+                               (glu ? 2 : 16) * row_bytes};
+  const uint32_t box[5] = {128, 2, 4, 2, 8};
+  for (int i = 0; i < 5; ++i) shape.sizes[i] = sizes[i], shape.box[i] = box[i];
+  for (int i = 0; i < 4; ++i) shape.strides[i] = strides[i];
+  return encode_tensor_map(shape, "weight", map);
+}
+
+template <typename Shape>
+cudaError_t launch(const StreamCall& call, TileParameters& p, cudaStream_t stream) {
+  p.stage_bytes = kWeightBytes + p.tile_tokens * 128;
+  p.num_stages = kRingBytes / (p.stage_bytes + Shape::kTokens * 4);
+  if (p.num_stages > kMaxStages) p.num_stages = kMaxStages;
+  p.scale_offset = p.num_stages * p.stage_bytes;
+  const int64_t pairs = static_cast<int64_t>(p.pairs_per_tile) * p.token_tiles;
+  const int64_t clusters = num_multiprocessors() / 2;
+  const unsigned num_ctas = static_cast<unsigned>(2 * (pairs < clusters ? pairs : clusters));
+  auto* kernel =
+      call.output == StreamOutput::kGlu ? token_tiles_kernel<Shape, true> : token_tiles_kernel<Shape, false>;
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
+  if (status != cudaSuccess) return status;
+  return launch_overlapped(kernel, dim3(num_ctas), Shape::kThreads, Shape::kSharedBytes, 2, stream, p);
+}
+
 }  // namespace
 
 bool token_tiles_fit(bool glu, int rows) { return !glu || rows % 64 == 0; }
@@ -288,6 +470,9 @@ int token_tiles_fp8(const StreamCall& call, cudaStream_t stream) {
   if (!token_tiles_fit(glu, call.rows) || call.num_splits != 1) {
     return refuse("token tiles: %d gate rows (multiples of 64), %d splits of K (1)", call.rows, call.num_splits);
   }
+  if (call.tokens_per_tile != 128 && call.tokens_per_tile != 192 && call.tokens_per_tile != 256) {
+    return refuse("token tiles: %d tokens a tile (128, 192 or 256)", call.tokens_per_tile);
+  }
   TileParameters p = {};
   p.weight_scale = static_cast<const float*>(call.weight_scale);
   p.tiles = call.tiles;
@@ -296,26 +481,22 @@ int token_tiles_fp8(const StreamCall& call, cudaStream_t stream) {
   p.output = static_cast<int>(call.output);
   p.rows = call.rows;
   p.num_steps = static_cast<int>(ceil_div(call.k, 128));
-  p.units_per_tile = static_cast<int>(ceil_div(call.rows, kTile));
-  p.token_tiles = call.tiles.num_tiles != nullptr ? call.tiles.max_tiles
-                                                  : static_cast<int>(ceil_div(call.num_tokens, kTile));
+  p.block_rows = static_cast<int>(ceil_div(glu ? 2 * call.rows : call.rows, 128));
   p.num_tokens = call.num_tokens;
   p.out_stride = call.out_stride;
   p.scale_stride = call.scale_stride;
-  p.block_rows = static_cast<int>(ceil_div(glu ? 2 * call.rows : call.rows, 128));
-  GLM_RETURN_IF(encode_weight_map(call, &p.weight_map));
-  GLM_RETURN_IF(encode_token_map(call, kTile, &p.token_map));
-  GLM_RETURN_IF(encode_token_scale_map(call, kTile, &p.token_scale_map));
-
-  const int64_t units = static_cast<int64_t>(p.units_per_tile) * p.token_tiles;
-  const unsigned num_ctas = static_cast<unsigned>(units < num_multiprocessors() ? units : num_multiprocessors());
-  cudaError_t status =
-      cudaFuncSetAttribute(token_tiles_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  if (status == cudaSuccess) {
-    status = launch_overlapped(token_tiles_kernel, dim3(num_ctas), kThreads, kSharedBytes, 1, stream, p);
-  }
+  p.pairs_per_tile = static_cast<int>(ceil_div(call.rows, glu ? 128 : 256));
+  p.tile_tokens = call.tokens_per_tile;
+  p.token_tiles = call.tiles.num_tiles != nullptr ? call.tiles.max_tiles
+                                                  : static_cast<int>(ceil_div(call.num_tokens, p.tile_tokens));
+  p.band_tiles = call.tiles.num_tiles != nullptr ? 1 : kBandTokens / p.tile_tokens;
+  GLM_RETURN_IF(encode_row_map(call, &p.weight_map));
+  GLM_RETURN_IF(encode_token_map(call, kBlockTokens, &p.token_map));
+  GLM_RETURN_IF(encode_token_scale_map(call, p.tile_tokens, &p.token_scale_map));
+  const cudaError_t status = p.tile_tokens == ThreeWarpgroups::kTokens ? launch<ThreeWarpgroups>(call, p, stream)
+                                                                       : launch<TwoWarpgroups>(call, p, stream);
   if (status != cudaSuccess) {
-    refuse("token tiles: launch of %u CTAs failed: %s", num_ctas, cudaGetErrorString(status));
+    refuse("token tiles: launch failed: %s", cudaGetErrorString(status));
     cudaGetLastError();
   }
   return static_cast<int>(status);

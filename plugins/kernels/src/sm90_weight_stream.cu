@@ -9,7 +9,7 @@ int weight_stream(const StreamCall& call, cudaStream_t stream) {
   switch (call.format) {
     case WeightFormat::kBf16: return weight_stream_bf16(call, stream);
     case WeightFormat::kFp8:
-      return call.tokens_per_tile == 128 ? token_tiles_fp8(call, stream) : weight_stream_fp8(call, stream);
+      return call.tokens_per_tile >= 128 ? token_tiles_fp8(call, stream) : weight_stream_fp8(call, stream);
     case WeightFormat::kNvfp4: return weight_stream_nvfp4(call, stream);
   }
   return refuse("weight stream: unknown weight format");
@@ -66,6 +66,19 @@ int64_t wave_clocks(int64_t num_tiles, int64_t clocks_per_tile) {
   return ceil_div(num_tiles, kNumSms) * clocks_per_tile;
 }
 
+// Width of FP8 token tiles: the least time in whole waves of clusters (256 weight rows each), by measured clocks a step.
+int token_tile_width(int num_tokens, int rows) {
+  constexpr int kWidths[3] = {256, 192, 128}, kClocks[3] = {1400, 1150, 860};
+  int best = 0;
+  int64_t least = 0;
+  for (int i = 0; i < 3; ++i) {
+    const int64_t tiles = ceil_div(rows, 256) * ceil_div(num_tokens, kWidths[i]);
+    const int64_t clocks = ceil_div(tiles, kNumSms / 2) * kClocks[i];
+    if (i == 0 || clocks < least) best = kWidths[i], least = clocks;
+  }
+  return best;
+}
+
 }  // namespace
 
 DensePlan dense_plan(int num_tokens, int rows, int k, WeightFormat format) {
@@ -81,7 +94,10 @@ DensePlan dense_plan(int num_tokens, int rows, int k, WeightFormat format) {
   }
   if (format == WeightFormat::kFp8 && plan.tokens_per_tile == 128) {
     // Its kernel does not split K: with fewer tiles than SMs, narrower tiles that do are faster.
-    if (row_tiles * ceil_div(num_tokens, 128) >= kNumSms) return plan;
+    if (row_tiles * ceil_div(num_tokens, 128) >= kNumSms) {
+      plan.tokens_per_tile = token_tile_width(num_tokens, rows);
+      return plan;
+    }
     plan.tokens_per_tile = 64;
   }
   const int step = format == WeightFormat::kFp8 ? 128 : format == WeightFormat::kNvfp4 ? 256 : 64;

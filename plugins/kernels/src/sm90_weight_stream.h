@@ -46,7 +46,7 @@ struct StreamCall {
   int scale_stride;          // elements, a multiple of 4
   TokenTiles tiles;
   bool tiles_are_old;   // the kernel before this one has waited for the tables: weights may be fetched at once
-  int tokens_per_tile;  // 8, 16, 32, 64, 128; BF16 also 256
+  int tokens_per_tile;  // 8, 16, 32, 64, 128; BF16 also 256, FP8 also 192 and 256
   int num_splits;       // of K: 1..8 (any number for kPartial); 1 with kGlu and with tiles
   int valid_rows;       // kF32, kArgmax
   void* out;
@@ -60,7 +60,7 @@ int weight_stream_bf16(const StreamCall& call, cudaStream_t stream);
 int weight_stream_fp8(const StreamCall& call, cudaStream_t stream);
 int weight_stream_nvfp4(const StreamCall& call, cudaStream_t stream);
 
-// FP8 tiles of 128 tokens run on a kernel of their own; with kGlu it needs rows that are multiples of 64.
+// FP8 tiles of 128 tokens and more run on a kernel of their own; with kGlu it needs rows that are multiples of 64.
 int token_tiles_fp8(const StreamCall& call, cudaStream_t stream);
 bool token_tiles_fit(bool glu, int rows);
 

@@ -16,21 +16,8 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kColumnsPerBlock = kThreads * 8;
 
-// Eight columns of one row, ready to store: as they are, in decode order, or quantised (16 threads share a scale).
-template <WeightFormat kFormat>
-__device__ __forceinline__ uint4 load_columns(const __nv_bfloat16* source, int column, int k, float& scale) {
-  uint4 bits = make_uint4(0, 0, 0, 0);
-  if (kFormat == WeightFormat::kNvfp4) {
-    __nv_bfloat16 gathered[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int from = (column & ~255) + nvfp4_column((column & 255) + i);
-      gathered[i] = from < k ? source[from] : __float2bfloat16(0.f);
-    }
-    return *reinterpret_cast<const uint4*>(gathered);
-  }
-  if (column < k) bits = *reinterpret_cast<const uint4*>(source + column);
-  if (kFormat != WeightFormat::kFp8) return bits;
+// Eight columns quantised; 16 threads share a scale.
+__device__ __forceinline__ uint4 quantise_columns(uint4 bits, float& scale) {
   float values[8];
   Bf16x8{bits}.to_float(values);
   float largest = 0.f;
@@ -49,6 +36,23 @@ __device__ __forceinline__ uint4 load_columns(const __nv_bfloat16* source, int c
                                          __NV_SATFINITE, __NV_E4M3);
   }
   return make_uint4(packed[0] | packed[1] << 16, packed[2] | packed[3] << 16, 0, 0);
+}
+
+// Eight columns of one row, ready to store: as they are, in decode order, or quantised (16 threads share a scale).
+template <WeightFormat kFormat>
+__device__ __forceinline__ uint4 load_columns(const __nv_bfloat16* source, int column, int k, float& scale) {
+  uint4 bits = make_uint4(0, 0, 0, 0);
+  if (kFormat == WeightFormat::kNvfp4) {
+    __nv_bfloat16 gathered[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int from = (column & ~255) + nvfp4_column((column & 255) + i);
+      gathered[i] = from < k ? source[from] : __float2bfloat16(0.f);
+    }
+    return *reinterpret_cast<const uint4*>(gathered);
+  }
+  if (column < k) bits = *reinterpret_cast<const uint4*>(source + column);
+  return kFormat == WeightFormat::kFp8 ? quantise_columns(bits, scale) : bits;
 }
 
 template <WeightFormat kFormat>
@@ -77,6 +81,37 @@ __global__ void __launch_bounds__(kThreads)
   for (int s = 0; s < num_copies; ++s) {
     const int64_t to = positions != nullptr ? positions[row * num_copies + s] : row;
     store_columns<kFormat>(bits, scale, to, column, target_k, target, target_scale, scale_stride);
+  }
+}
+
+constexpr int kRowsPerBlock = 4;
+
+// FP8 of many rows that stay where they are: 1024 columns of four rows a block, so that a thread has 64 bytes in flight.
+__global__ void __launch_bounds__(kThreads)
+    quantise_rows_kernel(const __nv_bfloat16* x, int num_rows, int k, uint8_t* target, float* target_scale,
+                         int scale_stride) {
+  allow_next_kernel();
+  wait_for_previous_kernels();
+  const int first_row = blockIdx.x * kRowsPerBlock;
+  const int column = blockIdx.y * kColumnsPerBlock + threadIdx.x * 8;
+  uint4 bits[kRowsPerBlock];
+  float scales[kRowsPerBlock];
+#pragma unroll
+  for (int i = 0; i < kRowsPerBlock; ++i) {
+    const int64_t row = min(first_row + i, num_rows - 1);
+    bits[i] = column < k ? __ldcs(reinterpret_cast<const uint4*>(x + row * k + column)) : make_uint4(0, 0, 0, 0);
+  }
+#pragma unroll
+  for (int i = 0; i < kRowsPerBlock; ++i) bits[i] = quantise_columns(bits[i], scales[i]);
+  if (column >= k) return;
+#pragma unroll
+  for (int i = 0; i < kRowsPerBlock; ++i) {
+    const int64_t row = first_row + i;
+    if (row < num_rows) *reinterpret_cast<uint2*>(target + row * k + column) = make_uint2(bits[i].x, bits[i].y);
+  }
+  if (column % 128 == 0) {  // a row of scales is padded to a multiple of four
+    *reinterpret_cast<float4*>(target_scale + static_cast<int64_t>(column / 128) * scale_stride + first_row) =
+        make_float4(scales[0], scales[1], scales[2], scales[3]);
   }
 }
 
@@ -167,6 +202,13 @@ int stored_columns(WeightFormat format, int k) {
 cudaError_t spread_activations(WeightFormat format, const void* x, const int* positions, int num_copies, int num_rows,
                                int k, void* target, float* target_scale, int scale_stride, cudaStream_t stream) {
   const int target_k = stored_columns(format, k);
+  if (format == WeightFormat::kFp8 && positions == nullptr && num_rows >= 512) {
+    const dim3 rows_grid(static_cast<unsigned>(ceil_div(num_rows, kRowsPerBlock)),
+                         static_cast<unsigned>(ceil_div(k, kColumnsPerBlock)));
+    return launch_overlapped(quantise_rows_kernel, rows_grid, kThreads, 0, 1, stream,
+                             static_cast<const __nv_bfloat16*>(x), num_rows, k, static_cast<uint8_t*>(target),
+                             target_scale, scale_stride);
+  }
   const dim3 grid(num_rows, static_cast<unsigned>(ceil_div(target_k, kColumnsPerBlock)));
   auto* kernel = format == WeightFormat::kFp8     ? spread_kernel<WeightFormat::kFp8>
                  : format == WeightFormat::kNvfp4 ? spread_kernel<WeightFormat::kNvfp4>

@@ -50,14 +50,18 @@ __global__ void __launch_bounds__(kRouteThreads)
   __syncthreads();
   const int count = counts[threadIdx.x];
   const int num_tiles = (count + tokens_per_tile - 1) / tokens_per_tile;
+  // A wide tile's time goes by its blocks of 64: an expert's tiles get equal shares of them.
+  const int block = tokens_per_tile > 128 ? kWideTileBlock : tokens_per_tile;
+  const int num_blocks = (count + block - 1) / block;
   int2 before, total;
   const int room = (count + kSortedRowAlignment - 1) / kSortedRowAlignment * kSortedRowAlignment;
   block_exclusive_sums(make_int2(room, num_tiles), before, total);
   next[threadIdx.x] = before.x;
   for (int i = 0; i < num_tiles; ++i) {
     tables.expert[before.y + i] = threadIdx.x;
-    tables.first_row[before.y + i] = before.x + i * tokens_per_tile;
-    tables.num_rows[before.y + i] = min(tokens_per_tile, count - i * tokens_per_tile);
+    const int first = num_blocks * i / num_tiles * block, end = min(num_blocks * (i + 1) / num_tiles * block, count);
+    tables.first_row[before.y + i] = before.x + first;
+    tables.num_rows[before.y + i] = end - first;
   }
   if (threadIdx.x == 0) *tables.num_tiles = total.y;
   __syncthreads();

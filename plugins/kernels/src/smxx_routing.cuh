@@ -15,6 +15,9 @@ constexpr int kMaxExperts = 1024;
 // (fp32, one a row) that do not start on 16 bytes.
 constexpr int kSortedRowAlignment = 4;
 
+// Token tiles of more than 128 rows consist of blocks of this many.
+constexpr int kWideTileBlock = 64;
+
 // Upper bound of sorted rows, gaps included, for any routing of num_slots (row, slot) pairs.
 int max_sorted_rows(int num_slots, int num_experts);
 
