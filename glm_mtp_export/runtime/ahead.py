@@ -1,9 +1,10 @@
 """What a call hands to the next one when the host has not seen its results: the reference, and a session that follows it.
 
-A decode row of the next call depends on this call in five values: the token to feed, the drafts to verify, how long the caches are,
-how many tokens are out, and whether the model still thinks. `Carry` holds them for every request of a call; `followed` puts them
-into inputs that were made for "no draft accepted". A card does the same with `glm_carry_step` and `glm_follow_step`, between two
-calls in its queue. A request whose logits held a NaN (`next_tokens == -1`) feeds token 0, since its row is void anyway.
+A decode row of the next call depends on this call in six values: the token to feed, the drafts to verify, how long the caches are,
+how many tokens are out, whether the model still thinks, and which tokens penalties count. `Carry` holds them for every request of
+a call; `followed` puts them into inputs that were made for "no draft accepted". A card does the same with `glm_carry_step` and
+`glm_follow_step`, between two calls in its queue. A request whose logits held a NaN (`next_tokens == -1`) feeds token 0, since its
+row is void anyway.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from glm_mtp_export.runtime.histories import extended
 from glm_mtp_export.runtime.session import MAX_IN_FLIGHT, Int32, SessionOver, StepInputs, StepOutputs, StepSession
 from glm_mtp_export.runtime.thinking import ThinkingIds, ThinkingPhase
 
@@ -28,19 +30,23 @@ class Carry:
     next_tokens: Int32  # [B]
     draft_tokens: Int32  # [B, W], the new proposals
     in_thinking_phase: NDArray[np.bool_]  # [B], after the committed tokens
+    committed_tokens: Int32  # [B, W+1], accepted drafts and the token after them, then -1
 
 
 def carried(inputs: StepInputs, outputs: StepOutputs, ids: ThinkingIds) -> Carry:
     """What the call with these inputs and outputs hands on. Counts out of range, which end their request, are clipped."""
     is_open = inputs.in_thinking_phase.copy()
     num_accepted = np.clip(outputs.num_accepted, 0, inputs.num_drafts)
+    committed = np.full((inputs.num_requests, inputs.draft_tokens.shape[1] + 1), -1, dtype=np.int32)
     for b, accepted in enumerate(num_accepted):
+        committed[b, :accepted] = inputs.draft_tokens[b, :accepted]
+        committed[b, accepted] = outputs.next_tokens[b]
         phase = ThinkingPhase(ids)
         phase.is_open = bool(is_open[b])
-        phase.advance_all([*inputs.draft_tokens[b, :accepted].tolist(), int(outputs.next_tokens[b])])
+        phase.advance_all(committed[b, : accepted + 1].tolist())
         is_open[b] = phase.is_open
     drafts = outputs.next_draft_tokens if outputs.next_draft_tokens is not None else np.zeros_like(inputs.draft_tokens)
-    return Carry(num_accepted, outputs.next_tokens, drafts, is_open)
+    return Carry(num_accepted, outputs.next_tokens, drafts, is_open, committed)
 
 
 def followed(inputs: StepInputs, follows: Int32, carry: Carry) -> StepInputs:
@@ -58,8 +64,12 @@ def followed(inputs: StepInputs, follows: Int32, carry: Carry) -> StepInputs:
     lengths[rows] += carry.num_accepted[before]
     offsets[rows] += carry.num_accepted[before]
     is_open[rows] = carry.in_thinking_phase[before]
+    found = {
+        int(b): carry.committed_tokens[j][carry.committed_tokens[j] >= 0].tolist()
+        for b, j in zip(rows, before, strict=True)
+    }
     return replace(
-        inputs,
+        extended(inputs, found),
         token_ids=token_ids,
         draft_tokens=drafts,
         cache_lengths=lengths,

@@ -103,8 +103,6 @@ def _grammar_takes(sequence: Sequence, tokens: Items[int]) -> bool:
 def _append(sequence: Sequence, tokens: Items[int]) -> None:
     sequence.token_ids.extend(tokens)
     sequence.phase.advance_all(tokens)
-    if sequence.output_counts is not None:
-        sequence.output_counts.update(tokens)
 
 
 def append_logprobs(sequence: Sequence, outputs: StepOutputs, b: int, committed: Committed) -> None:

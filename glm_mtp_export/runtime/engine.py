@@ -191,7 +191,7 @@ class Engine:
         if call is None:
             return deltas
         self._in_flight = call
-        following = self._launched() if self._launches_ahead and not _are_counted(call.rows) else None
+        following = self._launched() if self._launches_ahead else None
         before = self._clock()
         outputs = self._queue.collect()
         now = self._clock()
@@ -365,11 +365,6 @@ class Engine:
     def audit(self) -> None:
         """Check page accounting against all live sequences; RuntimeError on the first difference."""
         self.allocator.audit([s.pages for group in self._sequences.values() for s in group])
-
-
-def _are_counted(rows: list[ScheduledRow]) -> bool:
-    """True when the next call's penalties count tokens that these rows are about to find."""
-    return any(row.is_final and not row.is_void and row.sequence.params.has_penalties for row in rows)
 
 
 def _void(sequence: Sequence) -> None:

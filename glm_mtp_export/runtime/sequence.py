@@ -11,7 +11,6 @@ not known, and the `planned_` values are what it leaves at least; `most_length` 
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +18,7 @@ import numpy as np
 from glm_mtp_export.runtime.detokenizer import IncrementalDetokenizer
 from glm_mtp_export.runtime.paging import extend_page_keys
 from glm_mtp_export.runtime.request import Completion, FinishReason, Request, SequenceStatistics, TokenLogprob
+from glm_mtp_export.runtime.session import Int32
 from glm_mtp_export.runtime.thinking import ThinkingPhase
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ class Sequence:
         self.text_parts: list[str] = []
         self.grammar: GrammarState | None = None
         self.logprobs: list[TokenLogprob] | None = None if self.params.logprobs is None else []
-        self.output_counts: Counter[int] | None = Counter() if self.params.has_penalties else None
+        self._known_ids = np.zeros(0, dtype=np.int32)  # grown as needed, the first _num_known of it are token_ids
+        self._num_known = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
@@ -120,6 +121,17 @@ class Sequence:
     def output_ids(self) -> list[int]:
         """The committed output."""
         return self.token_ids[self.num_prompt :]
+
+    def known_ids(self) -> Int32:
+        """`token_ids` as an array; only those since the last call are converted. Valid until the next call."""
+        start, end = self._num_known, len(self.token_ids)
+        if end > len(self._known_ids):
+            grown = np.zeros(max(end, 2 * len(self._known_ids)), dtype=np.int32)
+            grown[:start] = self._known_ids[:start]
+            self._known_ids = grown
+        self._known_ids[start:end] = self.token_ids[start:end]
+        self._num_known = end
+        return self._known_ids[:end]
 
     @property
     def is_finished(self) -> bool:

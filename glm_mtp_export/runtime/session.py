@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from glm_mtp_export.artifact import Manifest
 
 __all__ = [
+    "HISTORY_FIELDS",
     "MAX_IN_FLIGHT",
     "AheadSession",
     "SessionOver",
@@ -26,6 +27,14 @@ __all__ = [
     "can_launch_ahead",
 ]
 
+HISTORY_FIELDS = (
+    "history_ids",
+    "history_offsets",
+    "history_prompts",
+    "bias_ids",
+    "bias_values",
+    "bias_offsets",
+)
 MAX_IN_FLIGHT = 2  # calls launched and not collected: one that runs, one queued behind it
 
 Int32 = NDArray[np.int32]
@@ -56,9 +65,13 @@ class StepInputs:
     presence_penalty: Float32 | None = None  # [B]
     frequency_penalty: Float32 | None = None  # [B]
     repetition_penalty: Float32 | None = None  # [B]
-    output_counts: Int32 | None = None  # [B, V], committed output tokens by id
-    prompt_mask: Int32 | None = None  # [B, V], 1 where the prompt has the id
-    logit_bias: Float32 | None = None  # [B, V]
+    # What `output_counts`, `prompt_mask` and `logit_bias` [B, V] of a graph with penalties are made of; see `histories`.
+    history_ids: Int32 | None = None  # [H], prompt and output of the requests with penalties, one after another
+    history_offsets: Int32 | None = None  # [B+1]
+    history_prompts: Int32 | None = None  # [B], so many of a request's are its prompt
+    bias_ids: Int32 | None = None  # [N], one request after another
+    bias_values: Float32 | None = None  # [N], added to the logits of bias_ids
+    bias_offsets: Int32 | None = None  # [B+1]
 
     @property
     def num_requests(self) -> int:
@@ -66,8 +79,8 @@ class StepInputs:
         return len(self.num_drafts)
 
     def feeds(self) -> dict[str, NDArray[np.generic]]:
-        """Arrays by graph input name, absent ones left out."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        """Arrays by graph input name, absent ones and those that histories make left out."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in HISTORY_FIELDS}
         return {name: value for name, value in values.items() if value is not None}
 
 

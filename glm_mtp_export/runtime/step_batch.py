@@ -2,7 +2,7 @@
 
 In: rows with their pages. Out: `StepInputs`; for rows that continue an unseen one, the values for "no draft accepted",
 which the session corrects, and no masks where they depend on unseen tokens. Only arrays the artifact's graph has are
-filled; penalties and biases of a call cost [B, V] arrays and are built only when the graph was compiled for them.
+filled; penalties and biases are told as the token ids they are about, and only when the graph was compiled for them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from typing import Any
 import numpy as np
 
 from glm_mtp_export.artifact import PAGE_SIZE, Manifest
-from glm_mtp_export.runtime.masks import TokenMasks, constant, is_restricted
+from glm_mtp_export.runtime.histories import bias_fields, history_fields
+from glm_mtp_export.runtime.masks import TokenMasks, is_restricted
 from glm_mtp_export.runtime.paging import slots_needed
 from glm_mtp_export.runtime.sampling import BAN_BIAS, Capabilities
 from glm_mtp_export.runtime.scheduler import ScheduledRow
-from glm_mtp_export.runtime.session import Float32, Int32, StepInputs
+from glm_mtp_export.runtime.session import Int32, StepInputs
 
 __all__ = ["StepBatcher"]
+
+_NONE = np.zeros(0, dtype=np.int32)
 
 
 class StepBatcher:
@@ -101,33 +104,17 @@ class StepBatcher:
         return table
 
     def _penalties(self, rows: Items[ScheduledRow]) -> dict[str, Any]:
-        """Inputs of a build with penalties. The [B, V] arrays are shared constants while no row uses them."""
+        """Inputs of a build with penalties."""
         if not self._capabilities.has_penalties:
             return {}
-        params = [row.sequence.params for row in rows]
-        shape = (len(rows), self._capabilities.vocab_size)
-        arrays: dict[str, Int32 | Float32] = {}
+        sequences = [row.sequence for row in rows]
+        params = [s.params for s in sequences]
+        arrays: dict[str, Any] = {}
         for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
             arrays[name] = np.array([getattr(p, name) for p in params], dtype=np.float32)
-        arrays["output_counts"] = arrays["prompt_mask"] = constant(shape, 0)
-        if any(p.has_penalties for p in params):
-            arrays["output_counts"], arrays["prompt_mask"] = _histories(rows, shape)
-        arrays["logit_bias"] = constant(shape, 0, np.float32)
-        if any(p.logit_bias for p in params):
-            arrays["logit_bias"] = bias = np.zeros(shape, dtype=np.float32)
-            for b, p in enumerate(params):
-                for token, value in p.logit_bias.items():
-                    bias[b, token] = -np.inf if value <= BAN_BIAS else value
-        return arrays
-
-
-def _histories(rows: Items[ScheduledRow], shape: tuple[int, int]) -> tuple[Int32, Int32]:
-    """Counts of committed output ids, and a mask of prompt ids, of the rows that ask for penalties."""
-    counts, prompt = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
-    for b, row in enumerate(rows):
-        known = row.sequence.output_counts
-        if known is not None:
-            prompt[b, row.sequence.token_ids[: row.sequence.num_prompt]] = 1
-            if known:
-                counts[b, list(known)] = list(known.values())
-    return counts, prompt
+        ids = [s.known_ids() if s.params.has_penalties else _NONE for s in sequences]
+        arrays |= history_fields(ids, [s.num_prompt for s in sequences])
+        # A mask bans where there is one: a grammar may overrule it there, and a row of nothing but -inf could not be sampled.
+        ban = 0.0 if self._capabilities.has_token_bitmask else -np.inf
+        biases = [{t: ban if v <= BAN_BIAS else v for t, v in p.logit_bias.items()} for p in params]
+        return arrays | bias_fields(biases)

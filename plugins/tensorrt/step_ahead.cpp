@@ -14,6 +14,11 @@ GLM_EXPORT int glm_mtp_carry_step(
     return glm_carry_step(state, results, carry, stream);
 }
 
+GLM_EXPORT int glm_mtp_spread_histories(GlmHistories const* histories, void* stream)
+{
+    return glm_spread_histories(histories, stream);
+}
+
 // Words for the last failure of these on the calling thread.
 GLM_EXPORT char const* glm_mtp_step_ahead_last_error()
 {

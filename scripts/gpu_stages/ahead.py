@@ -4,8 +4,8 @@
     ahead.py engine WORK     build if need be, run on the card, compare; prints a JSON line at the end
 
 Compared, exactly: every result of chains of calls in which requests come and go, go on from unread results, and get their grammar
-masks late; and whole answers of the runtime, half of them after a grammar. Timed: a decode call run and waited for, launched ahead,
-and launched ahead with a mask that comes late; and the answers.
+masks late, penalties and biases; and whole answers of the runtime, half of them after a grammar, a quarter with penalties. Timed: a
+decode call run and waited for, launched ahead, and launched ahead with a mask that comes late or with penalties; and the answers.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from glm_mtp_export.artifact import Manifest  # noqa: E402
 from glm_mtp_export.engine_manifest import EngineManifest  # noqa: E402
 from glm_mtp_export.runtime import Runtime, SamplingParams  # noqa: E402
 from glm_mtp_export.runtime.ahead import HostAheadSession  # noqa: E402
+from glm_mtp_export.runtime.histories import bias_fields, history_fields  # noqa: E402
 from glm_mtp_export.runtime.masks import constant  # noqa: E402
 from glm_mtp_export.runtime.sampling import StructuredOutput  # noqa: E402
 from glm_mtp_export.runtime.session import StepInputs, StepOutputs  # noqa: E402
@@ -88,8 +89,17 @@ def decode_inputs(manifest: Manifest, batch: int, num_pages: int) -> StepInputs:
         min_p=0 * one, seed=zeros.astype(np.int64), sample_offset=zeros, in_thinking_phase=zeros.astype(np.bool_),
         relaxed_delta=np.zeros(1, np.float32), token_bitmask=constant((batch, slots, -(-vocabulary // 32)), -1),
         presence_penalty=0 * one, frequency_penalty=0 * one, repetition_penalty=one,
-        output_counts=constant((batch, vocabulary), 0), prompt_mask=constant((batch, vocabulary), 0),
-        logit_bias=constant((batch, vocabulary), 0, np.float32),
+    )  # fmt: skip
+
+
+def penalised(inputs: StepInputs) -> StepInputs:
+    """The same with penalties for every request, over a history of as many tokens as its context."""
+    batch, generator = inputs.num_requests, np.random.default_rng(1)
+    ids = [generator.integers(0, 256, CONTEXT + 1).astype(np.int32) for _ in range(batch)]
+    penalty = np.full(batch, 0.1, np.float32)
+    return dataclasses.replace(
+        inputs, presence_penalty=penalty, frequency_penalty=penalty, repetition_penalty=1 + penalty,
+        **history_fields(ids, [CONTEXT // 2] * batch), **bias_fields([{5: 1.0}] * batch),
     )  # fmt: skip
 
 
@@ -126,16 +136,19 @@ def times(session: TensorRtSession, manifest: Manifest) -> list[dict[str, Any]]:
         inputs = decode_inputs(manifest, batch, session.num_pages)
         alone = [run_ms(session, inputs) for _ in range(NUM_CALLS)]
         found = {"run": alone, "ahead": ahead_ms(session, inputs, False), "late_mask": ahead_ms(session, inputs, True)}
+        found["penalties"] = ahead_ms(session, penalised(inputs), False)
         medians = {f"{name}_ms": round(statistics.median(values[5:]), 4) for name, values in found.items()}
         rows.append({"batch": batch, "context": CONTEXT, **medians})
     return rows
 
 
 def answers(artifact: Path, backend: str, launch_ahead: bool) -> tuple[list[Any], float]:
-    """Ids and text of sampled answers in one batch, every second one after the grammar, and the seconds they took."""
+    """Ids and text of sampled answers in one batch, every second one after the grammar, every fourth with penalties, and the
+    seconds they took."""
     params = [
         SamplingParams(
             temperature=0.7, seed=i, max_tokens=ANSWER_TOKENS, ignore_eos=i % 2 == 0,
+            **({"frequency_penalty": 0.4, "repetition_penalty": 1.1, "logit_bias": {101: 2.0}} if i % 4 == 0 else {}),
             structured_output=StructuredOutput(regex=PATTERN) if i % 2 else None,
         )
         for i in range(NUM_ANSWERS)

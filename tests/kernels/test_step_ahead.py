@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import time
+from typing import Any
 
 import abi
 import abi_rows
@@ -17,7 +18,8 @@ from sanitized import mark_some, sanitized
 
 from glm_mtp_export.runtime.ahead import Carry, carried, followed
 from glm_mtp_export.runtime.cuda import Stream
-from glm_mtp_export.runtime.session import StepInputs, StepOutputs
+from glm_mtp_export.runtime.histories import DENSE_INPUTS, bias_fields, dense_rows, history_fields
+from glm_mtp_export.runtime.session import HISTORY_FIELDS, StepInputs, StepOutputs
 from glm_mtp_export.runtime.thinking import ThinkingIds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -25,7 +27,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 CAPACITY = 600  # requests that the carry's buffers hold; what a step does not have must stay as it was
 NUM_TOKENS = 9  # few ids, so that markers are frequent
 STATE = ("token_ids", "draft_tokens", "cache_lengths", "sample_offset", "in_thinking_phase")
-CARRY = ("num_accepted", "next_tokens", "draft_tokens", "in_thinking_phase")
+HISTORY = ("history_offsets", "output_counts")
+CARRY = ("num_accepted", "next_tokens", "draft_tokens", "in_thinking_phase", "committed_tokens")
 ALL_MARKERS = ThinkingIds(begin=3, end=5, tool_call=7)
 # Requests before, requests after, drafts.
 CASES = [(1, 1, 0), (3, 4, 3), (5, 2, 1), (64, 64, 3), (129, 128, 7), (513, 600, 2)]
@@ -34,8 +37,8 @@ CASES = [(1, 1, 0), (3, 4, 3), (5, 2, 1), (64, 64, 3), (129, 128, 7), (513, 600,
 class State(ctypes.Structure):
     """GlmStepState."""
 
-    _fields_ = [(n, ctypes.c_void_p) for n in ("row_offsets", *STATE)] + [
-        (n, ctypes.c_int32) for n in ("num_requests", "draft_width")
+    _fields_ = [(n, ctypes.c_void_p) for n in ("row_offsets", *STATE, *HISTORY)] + [
+        (n, ctypes.c_int32) for n in ("num_requests", "draft_width", "vocab_size")
     ]
 
 
@@ -45,6 +48,15 @@ class Results(ctypes.Structure):
     _fields_ = [(n, ctypes.c_void_p) for n in ("num_accepted", "next_tokens", "next_draft_tokens")] + [
         (n, ctypes.c_int32) for n in ("think", "think_end", "tool_call")
     ]
+
+
+class Histories(ctypes.Structure):
+    """GlmHistories."""
+
+    _fields_ = [
+        (n, ctypes.c_void_p)
+        for n in ("ids", "offsets", "prompts", "bias_ids", "bias_values", "bias_offsets", *DENSE_INPUTS)
+    ] + [(n, ctypes.c_int32) for n in ("num_requests", "vocab_size")]
 
 
 class CarryBuffers(ctypes.Structure):
@@ -99,7 +111,18 @@ def drawn(generator: np.random.Generator, num_requests: int, num_drafts: int) ->
         temperature=zeros, top_k=zeros.astype(np.int32), top_p=zeros, min_p=zeros, seed=zeros.astype(np.int64),
         sample_offset=generator.integers(0, 1 << 20, num_requests).astype(np.int32),
         in_thinking_phase=generator.integers(0, 2, num_requests).astype(np.bool_),
+        **histories(generator, num_requests, NUM_TOKENS, 12),
     )  # fmt: skip
+
+
+def histories(generator: np.random.Generator, num_requests: int, vocab: int, most: int) -> dict[str, Any]:
+    """Of every second request or so; prompts and outputs of up to so many tokens, some of which are no token of the vocabulary."""
+    numbers = generator.integers(0, most, (num_requests, 2)) * generator.integers(0, 2, (num_requests, 1))
+    ids = [generator.integers(-1, vocab + 1, n.sum()).astype(np.int32) for n in numbers]
+    biases = [
+        {int(t): float(t) - 3.5 for t in generator.permutation(vocab)[: generator.integers(0, 4)]} for _ in numbers
+    ]
+    return history_fields(ids, numbers[:, 0].tolist()) | bias_fields(biases)
 
 
 def results(generator: np.random.Generator, inputs: StepInputs, num_drafts: int) -> StepOutputs:
@@ -117,9 +140,11 @@ def results(generator: np.random.Generator, inputs: StepInputs, num_drafts: int)
 def state_of(inputs: StepInputs) -> tuple[dict[str, GuardedBuffer], ctypes.Structure]:
     """The step's arrays on the card, and the structure that names them."""
     buffers = {name: guarded(getattr(inputs, name)) for name in ("row_offsets", *STATE)}
-    return buffers, structure(
-        State, buffers, num_requests=inputs.num_requests, draft_width=inputs.draft_tokens.shape[1]
-    )
+    if inputs.history_offsets is not None:
+        counts = dense_rows(inputs, NUM_TOKENS)["output_counts"]
+        buffers |= {"history_offsets": guarded(inputs.history_offsets), "output_counts": guarded(counts)}
+    numbers = {"num_requests": inputs.num_requests, "draft_width": inputs.draft_tokens.shape[1]}
+    return buffers, structure(State, buffers, **numbers, vocab_size=NUM_TOKENS)
 
 
 def carry_on_card(inputs: StepInputs, outputs: StepOutputs, ids: ThinkingIds) -> dict[str, GuardedBuffer]:
@@ -130,7 +155,7 @@ def carry_on_card(inputs: StepInputs, outputs: StepOutputs, ids: ThinkingIds) ->
     markers = {"think": ids.begin, "think_end": ids.end, "tool_call": ids.tool_call}
     found = structure(Results, given, **{name: -1 if i is None else i for name, i in markers.items()})
     width = inputs.draft_tokens.shape[1]
-    shapes = {"draft_tokens": (CAPACITY, width), "in_thinking_phase": (CAPACITY,)}
+    shapes = {"draft_tokens": (CAPACITY, width), "committed_tokens": (CAPACITY, width + 1)}
     kinds = {"in_thinking_phase": torch.uint8}
     carry = {n: GuardedBuffer(shapes.get(n, (CAPACITY,)), kinds.get(n, torch.int32)) for n in CARRY}
     before = {name: buffer.tensor.clone() for name, buffer in {**arrays, **given}.items()}
@@ -157,7 +182,8 @@ def test_carry_step(before: int, after: int, num_drafts: int, ids: ThinkingIds) 
 
 
 @pytest.mark.parametrize(("before", "after", "num_drafts"), mark_some(CASES, 1, 2, unpack=True))
-def test_follow_step(before: int, after: int, num_drafts: int) -> None:
+@pytest.mark.parametrize("has_histories", [True, False])
+def test_follow_step(before: int, after: int, num_drafts: int, has_histories: bool) -> None:
     generator = np.random.default_rng(7 * before + num_drafts)
     width = max(num_drafts, 1)
     carry = Carry(
@@ -165,8 +191,12 @@ def test_follow_step(before: int, after: int, num_drafts: int) -> None:
         generator.integers(-1, NUM_TOKENS, before).astype(np.int32),
         generator.integers(0, NUM_TOKENS, (before, width)).astype(np.int32),
         generator.integers(0, 2, before).astype(np.bool_),
-    )
+        np.where(generator.integers(0, 3, (before, width + 1)) == 0, -1, generator.integers(0, NUM_TOKENS, (before, width + 1)))
+        .astype(np.int32),
+    )  # fmt: skip
     inputs = drawn(generator, after, num_drafts)
+    if not has_histories:
+        inputs = dataclasses.replace(inputs, **dict.fromkeys(HISTORY_FIELDS))
     follows = np.full(after, -1, np.int32)
     continued = generator.permutation(after)[: max(after * 2 // 3, 1)]
     follows[continued] = generator.integers(0, before, len(continued))
@@ -178,6 +208,9 @@ def test_follow_step(before: int, after: int, num_drafts: int) -> None:
     for name in ("row_offsets", *STATE):
         wanted = getattr(expected, name)
         np.testing.assert_array_equal(found[name], wanted.astype(found[name].dtype), err_msg=name)
+    if has_histories:
+        np.testing.assert_array_equal(found["output_counts"], dense_rows(expected, NUM_TOKENS)["output_counts"])
+        assert np.array_equal(found["history_offsets"], inputs.history_offsets)
     assert np.array_equal(host({"follows": told})["follows"], follows)
 
 
@@ -199,8 +232,36 @@ def test_two_steps_in_one_graph(num_drafts: int) -> None:
     graph.replay()
     torch.cuda.synchronize()
     expected = followed(second, follows, carried(first, outputs, ALL_MARKERS))
+    values = {**vars(expected), **dense_rows(expected, NUM_TOKENS), "history_offsets": second.history_offsets}
     for name, found in host(arrays).items():
-        np.testing.assert_array_equal(found, getattr(expected, name).astype(found.dtype), err_msg=name)
+        np.testing.assert_array_equal(found, values[name].astype(found.dtype), err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "vocab", "most"), mark_some([(1, 9, 5), (3, 320, 700), (33, 154880, 9000)], 0, 1, unpack=True)
+)
+def test_spread_histories(num_requests: int, vocab: int, most: int) -> None:
+    given = histories(np.random.default_rng(vocab), num_requests, vocab, most)
+    inputs = dataclasses.replace(drawn(np.random.default_rng(1), num_requests, 1), **given)
+    lists = {name.removeprefix("history_"): guarded(value) for name, value in given.items() if value.size}
+    shape = (num_requests, vocab)
+    rows = {name: guarded(np.zeros(shape, np.float32 if name == "logit_bias" else np.int32)) for name in DENSE_INPUTS}
+    launch("glm_spread_histories", structure(Histories, {**lists, **rows}, num_requests=num_requests, vocab_size=vocab))
+    found = host(rows)
+    for name, wanted in dense_rows(inputs, vocab).items():
+        np.testing.assert_array_equal(found[name], wanted, err_msg=name)
+    if most > 100:
+        assert found["output_counts"].max() > 1 and found["prompt_mask"].sum() > 100
+
+
+@sanitized
+def test_wrong_histories_are_refused() -> None:
+    buffer = guarded(np.zeros(4, np.int32))
+    names = {n: buffer for n in ("offsets", "prompts", "bias_offsets", *DENSE_INPUTS[:2])}
+    with pytest.raises(KernelError, match="logit_bias is null"):
+        launch("glm_spread_histories", structure(Histories, names, num_requests=1, vocab_size=9))
+    with pytest.raises(KernelError, match="num_requests 70000, vocab_size 9, expected 0"):
+        launch("glm_spread_histories", structure(Histories, names, num_requests=70000, vocab_size=9))
 
 
 @sanitized

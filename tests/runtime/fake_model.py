@@ -17,6 +17,7 @@ import tokenizers
 
 from glm_mtp_export.artifact import PAGE_SIZE, PORTABLE, Manifest, cache_specs, step_inputs, step_outputs
 from glm_mtp_export.config import FULL, SPARSE, ModelConfig, SpeculationConfig
+from glm_mtp_export.runtime.histories import dense_rows
 from glm_mtp_export.runtime.session import StepInputs, StepOutputs
 from glm_mtp_export.runtime.tokenizer import Tokenizer
 
@@ -132,7 +133,7 @@ def fake_manifest(
         enable_penalties=penalties,
         num_logprobs=num_logprobs,
     )
-    caches = cache_specs(config, PORTABLE, "float32", num_drafts > 0)
+    caches = cache_specs(config, PORTABLE, "float32", min(num_drafts, 1))
     inputs = step_inputs(config, speculation, caches)
     return Manifest(
         dialect=PORTABLE, dtype="float32", cache_dtype="float32", config=config, speculation=speculation, caches=caches,
@@ -233,7 +234,8 @@ class FakeSession:
             for spec in self._manifest.inputs
             if not spec.name.startswith(("target_", "draft_m", "draft_i"))
         }
-        feeds = inputs.feeds()
+        self._dense = {} if inputs.history_offsets is None else dense_rows(inputs, VOCAB)
+        feeds = inputs.feeds() | self._dense
         assert set(feeds) == set(names), set(feeds) ^ set(names)
         sizes: dict[str, int] = {}
         for name, array in feeds.items():
@@ -286,12 +288,11 @@ class FakeSession:
 
     def _processed(self, inputs: StepInputs, b: int, logits: np.ndarray, before: np.ndarray, j: int) -> np.ndarray:
         """Bias, penalties with the drafts before as history, then the mask."""
-        if inputs.logit_bias is not None:
-            logits = logits + inputs.logit_bias[b].astype(np.float64)
-        if inputs.output_counts is not None:
-            counts = inputs.output_counts[b].copy()
+        if self._dense:
+            logits = logits + self._dense["logit_bias"][b].astype(np.float64)
+            counts = self._dense["output_counts"][b].copy()
             np.add.at(counts, before, 1)
-            seen = (counts > 0) | (inputs.prompt_mask[b] > 0)
+            seen = (counts > 0) | (self._dense["prompt_mask"][b] > 0)
             r = float(inputs.repetition_penalty[b])
             logits = np.where(seen, np.where(logits > 0, logits / r, logits * r), logits)
             logits = logits - float(inputs.frequency_penalty[b]) * counts

@@ -11,6 +11,7 @@ from fake_model import END_THINK, THINK, TOOL_CALL, fake_manifest
 from harness import Bench, bench
 
 from glm_mtp_export.runtime.ahead import HostAheadSession, carried, followed
+from glm_mtp_export.runtime.histories import history_fields
 from glm_mtp_export.runtime.sampling import SamplingParams, StructuredOutput
 from glm_mtp_export.runtime.session import Int32, StepInputs, StepOutputs
 from glm_mtp_export.runtime.thinking import ThinkingIds
@@ -130,12 +131,29 @@ def test_a_mask_that_depends_on_unseen_tokens_is_supplied_while_its_call_runs() 
     assert len(b.completions["r", 0].text) == 30 and set(b.completions["r", 0].text) <= {"a", "b"}
 
 
-def test_penalties_wait_for_the_tokens_they_count() -> None:
-    b, recorder = _recorded()
-    b.add("r", _PROMPT, replace(_GREEDY, presence_penalty=1.0))
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_penalties_count_tokens_that_the_host_has_not_seen(num_drafts: int) -> None:
+    """Two tokens that would take turns for ever but for their counts; every call that is late by one would show."""
+    b, recorder = _recorded(num_drafts=num_drafts)
+    params = replace(_GREEDY, max_tokens=40, frequency_penalty=1.0, logit_bias={65: 20.0, 66: 20.0, 67: 19.0})
+    b.add("r", _PROMPT, params)
     b.run()
-    assert set(recorder.events) == {"launch", "collect"}
-    assert b.ids("r") == oracle.generate(_PROMPT, replace(_GREEDY, presence_penalty=1.0), 0, 20)[0]
+    assert recorder.events[:3] == ["launch", "follow", "collect"]
+    assert b.ids("r") == oracle.generate(_PROMPT, params, 0, 40)[0]
+    assert len(set(b.ids("r"))) > 2
+
+
+def test_committed_tokens_join_the_histories_that_there_are() -> None:
+    before = _inputs([5, 0, 0, 0, 6, 0], [0, 4, 6], [3, 1], [False, False])
+    outputs = StepOutputs(_i32(2, 0), _i32(77, -1), np.array([[1, 2, 3], [4, 5, 6]], np.int32))
+    carry = carried(before, outputs, _IDS)
+    assert carry.committed_tokens.tolist() == [[10, 11, 77, -1], [-1, -1, -1, -1]]
+    after = _inputs([0, 0, 9, 0], [0, 1, 2, 4], [0, 0, 0], [False] * 3)
+    after = replace(after, **history_fields([_i32(), _i32(8, 9), _i32(3)], [0, 1, 1]))
+    found = followed(after, _i32(0, 0, 1), carry)
+    assert found.history_ids is not None and found.history_offsets is not None
+    assert found.history_ids.tolist() == [8, 9, 10, 11, 77, 3]
+    assert found.history_offsets.tolist() == [0, 0, 5, 6]
 
 
 def test_a_request_admitted_meanwhile_shares_the_call_with_rows_that_follow() -> None:

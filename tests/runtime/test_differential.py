@@ -117,7 +117,7 @@ def _assert_equals_oracle(b: Bench, requests: dict[str, tuple[list[int], Samplin
 @pytest.mark.parametrize("num_drafts", [0, 1, 2, 3, 5, 7])
 def test_random_mixes_equal_the_oracle(num_drafts: int, ahead: bool) -> None:
     config = SchedulerConfig(max_batch_size=6, max_num_batched_tokens=64, max_chunk_tokens=48, max_total_context=700)
-    b, requests = _run_mix(100 + num_drafts, 150, num_drafts, 7, config, abort_chance=0.06, ahead=ahead)
+    b, requests = _run_mix(200 + num_drafts, 150, num_drafts, 7, config, abort_chance=0.06, ahead=ahead)
     _assert_equals_oracle(b, requests)
     assert b.session.num_draft_cache_errors == 0
     reasons = {c.finish_reason for c in b.completions.values()}

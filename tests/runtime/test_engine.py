@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import oracle
 import pytest
-from fake_model import END_THINK, EOS, THINK, TOOL_CALL, fake_manifest, hashed_errors
+from fake_model import END_THINK, EOS, THINK, TOOL_CALL, VOCAB, fake_manifest, hashed_errors
 from harness import TOKENIZER, Bench, bench
 
 from glm_mtp_export.errors import RequestError
+from glm_mtp_export.runtime.histories import dense_rows
 from glm_mtp_export.runtime.sampling import SamplingParams
 from glm_mtp_export.runtime.scheduler import SchedulerConfig
 from glm_mtp_export.runtime.session import StepInputs, StepOutputs
@@ -147,9 +148,13 @@ def test_thinking_flag_of_each_call_follows_the_committed_ids() -> None:
 def test_constant_inputs_are_the_same_arrays_while_nobody_uses_them() -> None:
     b = bench()
     seen = []
-    b.session.before_run = lambda inputs: seen.append(
-        (inputs.token_bitmask, inputs.output_counts, inputs.prompt_mask, inputs.logit_bias)
-    )
+
+    def note(inputs: StepInputs) -> None:
+        assert inputs.history_ids is not None and inputs.bias_ids is not None
+        assert not inputs.history_ids.size and not inputs.bias_ids.size
+        seen.append([inputs.token_bitmask, *dense_rows(inputs, VOCAB).values()])
+
+    b.session.before_run = note
     b.add("r", _PROMPT, _GREEDY)
     b.run()
     for arrays in seen[1:]:

@@ -287,19 +287,19 @@ def step() -> StepInputs:
     """Odd sizes, so that alignment matters; arrays that take no memory among them."""
     one, two = np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int32)
     flags, reals = np.array([True, False, True]), np.array([0.5, 1.0, 2.0], dtype=np.float32)
-    counts = np.broadcast_to(np.int32(7), (3, 1000))
+    ids = np.broadcast_to(np.int32(7), (3000,))
     mask = np.broadcast_to(np.int32(-1), (3, 2, 500))
     return StepInputs(
         token_ids=one, row_offsets=np.array([0, 1, 3, 5], np.int32), num_drafts=two, draft_tokens=np.ones((3, 1), np.int32),
         cache_lengths=two, block_table=np.arange(6, dtype=np.int32).reshape(3, 2), next_prompt_token=-two,
         temperature=reals, top_k=two, top_p=reals, min_p=reals, seed=np.array([1, -(2**62), 3]), sample_offset=two,
-        in_thinking_phase=flags, output_counts=counts, token_bitmask=mask,
+        in_thinking_phase=flags, history_ids=ids, history_offsets=np.array([0, 0, 3000, 3000], np.int32), token_bitmask=mask,
     )  # fmt: skip
 
 
 def test_a_step_travels_unchanged() -> None:
     message = packed(step())
-    assert len(message) < 1000, "3000 equal counts take eight bytes, and so do 3000 words of a mask"
+    assert len(message) < 1000, "3000 equal ids take eight bytes, and so do 3000 words of a mask"
     found, follows = unpacked(message)
     assert follows is None
     for field in fields(StepInputs):

@@ -2,8 +2,8 @@
 
 In: the artifact's manifest and the sizes of the largest call. Out: `CallBuffers`. Small inputs travel as one block, results as
 another, through pinned memory of `MAX_IN_FLIGHT` turns, so that a call can be staged while the one before it waits for the card.
-The four inputs with a row of the vocabulary for every request (`LARGE_INPUTS`) have buffers of their own: most calls leave them
-as they are. Buffers on the card are single: the queue of the card keeps calls apart.
+Masks (`LARGE_INPUTS`), which most calls leave as they are, and histories (`history_buffers`) have buffers of their own. Buffers on
+the card are single: the queue of the card keeps calls apart.
 
 What may go wrong: a turn staged again before its call is collected would be overwritten under the copy; the session sees to it.
 """
@@ -19,15 +19,21 @@ from numpy.typing import NDArray
 
 from glm_mtp_export.artifact import Manifest, TensorSpec
 from glm_mtp_export.runtime.cuda import DeviceBuffer, Event, PinnedBuffer, Stream
-from glm_mtp_export.runtime.session import MAX_IN_FLIGHT, Int32
+from glm_mtp_export.runtime.histories import DENSE_INPUTS
+from glm_mtp_export.runtime.session import MAX_IN_FLIGHT, Int32, StepInputs
+from glm_mtp_export.runtime.sessions.history_buffers import HistoryBuffers
 from glm_mtp_export.runtime.sessions.step_kernels import CARRY_NAMES, RESULT_NAMES, STATE_NAMES
 from glm_mtp_export.runtime.sessions.step_layout import CallSizes, StepLayout, padded
 
 __all__ = ["LARGE_INPUTS", "Binding", "CallBuffers", "CallLayout", "LargeInput"]
 
-# Inputs of B * V elements, with the byte that fills one that asks for nothing: all tokens allowed, nothing counted, no bias.
-LARGE_INPUTS: Mapping[str, int] = {"token_bitmask": 0xFF, "output_counts": 0, "prompt_mask": 0, "logit_bias": 0}
+# Inputs with a bit for every request, slot and token, with the byte that fills one that asks for nothing: all tokens allowed.
+LARGE_INPUTS: Mapping[str, int] = {"token_bitmask": 0xFF}
 _FOLLOWS = TensorSpec("follows", "int32", ("B",), "request of the call before that this one continues; -1: none")
+_HISTORIES = tuple(
+    TensorSpec(name, "int32", (extent,), "of the lists in HistoryBuffers")
+    for name, extent in (("history_offsets", "B+1"), ("history_prompts", "B"), ("bias_offsets", "B+1"))
+)
 _TICKET_BYTES = 4
 
 
@@ -51,7 +57,7 @@ class Binding:
 
 
 class LargeInput:
-    """One input of B * V elements on the card. Rows of a bucket beyond the call's ask for nothing."""
+    """A mask on the card. Rows of a bucket beyond the call's ask for nothing."""
 
     def __init__(self, spec: TensorSpec, largest: CallSizes) -> None:
         self._dtype, self._byte = np.dtype(spec.dtype), LARGE_INPUTS[spec.name]
@@ -124,8 +130,13 @@ class CallBuffers:
 
     def __init__(self, manifest: Manifest, largest: CallSizes) -> None:
         caches = {name for cache in manifest.caches for name in (cache.name, f"{cache.name}_out")}
-        inputs = [spec for spec in manifest.inputs if spec.name not in caches and spec.name != "mask_ready"]
-        self._inputs = [_FOLLOWS, *(spec for spec in inputs if spec.name not in LARGE_INPUTS)]
+        apart = {*caches, "mask_ready", *DENSE_INPUTS}
+        inputs = [spec for spec in manifest.inputs if spec.name not in apart]
+        has_penalties = any(spec.name in DENSE_INPUTS for spec in manifest.inputs)
+        self._histories = HistoryBuffers(manifest, largest) if has_penalties else None
+        self._vocab_size = manifest.config.vocab_size
+        self._own = [_FOLLOWS, *(_HISTORIES if has_penalties else ())]  # of the session, not of the graph
+        self._inputs = [*self._own, *(spec for spec in inputs if spec.name not in LARGE_INPUTS)]
         self._large_specs = [spec for spec in inputs if spec.name in LARGE_INPUTS]
         self._outputs = [spec for spec in manifest.outputs if spec.name not in caches]
         self.large = {spec.name: LargeInput(spec, largest) for spec in self._large_specs}
@@ -134,6 +145,8 @@ class CallBuffers:
         self._turns = [_Turn(num_inputs, num_outputs) for _ in range(MAX_IN_FLIGHT)]
         self._block, self._results = DeviceBuffer(num_inputs), DeviceBuffer(num_outputs)
         by_name = {spec.name: spec for spec in inputs}
+        width = manifest.speculation.draft_width
+        by_name["committed_tokens"] = TensorSpec("committed_tokens", "int32", ("B", width + 1))
         self._carry = StepLayout.of(
             [by_name.get(name, TensorSpec(name, "int32", ("B",))) for name in CARRY_NAMES], largest
         )
@@ -154,9 +167,12 @@ class CallBuffers:
 
     def bindings(self, layout: CallLayout) -> Iterator[Binding]:
         """Every input and result that the engine is given for a call."""
+        own = {spec.name for spec in self._own}
         for name, place in layout.inputs.places.items():
-            if name != _FOLLOWS.name:
+            if name not in own:
                 yield Binding(name, self._block.address + place.offset, place.shape)
+        for name, address in (self._histories.rows if self._histories else {}).items():
+            yield Binding(name, address, (layout.sizes.num_requests, self._vocab_size))
         for name, shape in layout.large.items():
             yield Binding(name, self.large[name].address, shape)
         if self._mask_ready is not None:
@@ -166,7 +182,9 @@ class CallBuffers:
 
     def state(self, layout: CallLayout) -> dict[str, int]:
         """Of the inputs that a call before has a say in."""
-        return {name: self._block.address + layout.inputs.places[name].offset for name in STATE_NAMES}
+        places = layout.inputs.places
+        found = {name: self._block.address + places[name].offset for name in STATE_NAMES if name in places}
+        return found | ({"output_counts": self._histories.rows["output_counts"]} if self._histories else {})
 
     def follows(self, layout: CallLayout) -> int:
         """Which call before that is, for each request."""
@@ -193,15 +211,19 @@ class CallBuffers:
         self,
         turn: int,
         layout: CallLayout,
-        feeds: Mapping[str, NDArray[np.generic]],
+        inputs: StepInputs,
         follows: Int32 | None,
         mask_turn: int,
         stream: Stream,
-    ) -> None:
-        """Queue the copies of a call's inputs. A large one that is not in `feeds` comes later."""
-        num_requests = len(feeds["num_drafts"])
+    ) -> Mapping[str, int] | None:
+        """Queue the copies of a call's inputs. A mask that is not there comes later. Gives what the histories' rows are to be
+        filled from, if a request has one."""
+        feeds, num_requests = inputs.feeds(), inputs.num_requests
         none = np.full(num_requests, -1, dtype=np.int32)
         own = {_FOLLOWS.name: none if follows is None else follows, "mask_turn": _as_int32(mask_turn)}
+        for spec in self._own[1:]:
+            told = getattr(inputs, spec.name)
+            own[spec.name] = np.zeros(num_requests + (spec.shape == ("B+1",)), np.int32) if told is None else told
         staging = self._turns[turn].inputs
         for name, place in layout.inputs.places.items():
             value = own[name] if name in own else feeds[name]
@@ -210,6 +232,13 @@ class CallBuffers:
             if name in feeds:
                 self.large[name].put(feeds[name], shape, stream)
         self._block.upload(staging, layout.inputs.num_bytes, stream)
+        if self._histories is None:
+            return None
+        lists = self._histories.put(turn, inputs, layout.sizes.num_requests, stream)
+        if lists is None:
+            return None
+        places = {s.name: self._block.address + layout.inputs.places[s.name].offset for s in _HISTORIES}
+        return {**lists, **places, **self._histories.rows}
 
     def fetch(self, turn: int, layout: CallLayout, stream: Stream) -> None:
         """Queue the copy of the results, and what `read` waits for."""
@@ -228,6 +257,8 @@ class CallBuffers:
             large.close()
         for turn in self._turns:
             turn.close()
+        if self._histories is not None:
+            self._histories.close()
         for buffer in (self._block, self._results, self._carried, self._mask_ready):
             if buffer is not None:
                 buffer.close()

@@ -19,6 +19,7 @@ import onnxruntime as ort
 from glm_mtp_export.artifact import PORTABLE, STEP_NAME, CacheSpec, Manifest
 from glm_mtp_export.engine_manifest import EngineProfile
 from glm_mtp_export.errors import ArtifactError, EngineError
+from glm_mtp_export.runtime.histories import DENSE_INPUTS, dense_rows
 from glm_mtp_export.runtime.session import StepInputs, StepOutputs
 
 __all__ = ["OnnxRuntimeSession"]
@@ -34,6 +35,7 @@ class OnnxRuntimeSession:
         self._manifest = manifest
         self._num_pages = num_pages
         self._input_names = [i.name for i in session.get_inputs()]
+        self._has_penalties = set(DENSE_INPUTS) <= set(self._input_names)
         self._caches = {c.name: _zeros(c, num_pages) for c in manifest.caches}
         cache_outputs = {f"{c.name}_out" for c in manifest.caches}
         self._output_names = [spec.name for spec in manifest.outputs if spec.name not in cache_outputs]
@@ -80,6 +82,8 @@ class OnnxRuntimeSession:
         """One call; the caches change in place."""
         binding = self._session.io_binding()
         feeds = inputs.feeds()
+        if self._has_penalties:
+            feeds |= dense_rows(inputs, self._manifest.config.vocab_size)
         for name in self._input_names:
             if name in self._caches:
                 binding.bind_ortvalue_input(name, self._caches[name])

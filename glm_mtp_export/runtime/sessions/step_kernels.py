@@ -1,7 +1,8 @@
 """What runs on the card before and after a step: the plugin library's launches that hand a call's results to the next one.
 
 In: the plugin library of an engine, and the addresses of arrays on the card by name. Out: queued launches; the arrays are those
-of `glm_mtp_export.runtime.ahead`, which is their reference. A launch that fails raises `EngineError` with the library's words.
+of `glm_mtp_export.runtime.ahead` and `histories`, which are their references. Without penalties there are no histories. A launch
+that fails raises `EngineError` with the library's words.
 """
 
 from __future__ import annotations
@@ -14,12 +15,32 @@ from glm_mtp_export.errors import EngineError
 from glm_mtp_export.runtime.cuda import Stream
 from glm_mtp_export.runtime.thinking import ThinkingIds
 
-__all__ = ["CARRY_NAMES", "RESULT_NAMES", "STATE_NAMES", "StepKernels"]
+__all__ = ["CARRY_NAMES", "HISTORY_NAMES", "RESULT_NAMES", "STATE_NAMES", "StepKernels"]
 
-# Arrays by name; their types are those of the step graph and of `ahead.Carry`.
-STATE_NAMES = ("row_offsets", "token_ids", "draft_tokens", "cache_lengths", "sample_offset", "in_thinking_phase")
+# Arrays by name, in the order of the header; their types are those of the step graph, of `StepInputs` and of `ahead.Carry`.
+STATE_NAMES = (
+    "row_offsets",
+    "token_ids",
+    "draft_tokens",
+    "cache_lengths",
+    "sample_offset",
+    "in_thinking_phase",
+    "history_offsets",
+    "output_counts",
+)
 RESULT_NAMES = ("num_accepted", "next_tokens", "next_draft_tokens")
-CARRY_NAMES = ("num_accepted", "next_tokens", "draft_tokens", "in_thinking_phase")
+CARRY_NAMES = ("num_accepted", "next_tokens", "draft_tokens", "in_thinking_phase", "committed_tokens")
+HISTORY_NAMES = (
+    "history_ids",
+    "history_offsets",
+    "history_prompts",
+    "bias_ids",
+    "bias_values",
+    "bias_offsets",
+    "output_counts",
+    "prompt_mask",
+    "logit_bias",
+)
 Addresses = Mapping[str, int]
 
 
@@ -30,7 +51,7 @@ def _pointers(names: tuple[str, ...]) -> list[tuple[str, type]]:
 class _State(ctypes.Structure):
     """GlmStepState."""
 
-    _fields_ = (*_pointers(STATE_NAMES), ("num_requests", ctypes.c_int32), ("draft_width", ctypes.c_int32))
+    _fields_ = (*_pointers(STATE_NAMES), *((n, ctypes.c_int32) for n in ("num_requests", "draft_width", "vocab_size")))
 
 
 class _Results(ctypes.Structure):
@@ -45,22 +66,34 @@ class _Carry(ctypes.Structure):
     _fields_ = _pointers(CARRY_NAMES)
 
 
-class StepKernels:
-    """The two launches for steps with `draft_width` columns of drafts and these thinking markers."""
+class _Histories(ctypes.Structure):
+    """GlmHistories."""
 
-    def __init__(self, library: Path, draft_width: int, ids: ThinkingIds) -> None:
+    _fields_ = (*_pointers(HISTORY_NAMES), ("num_requests", ctypes.c_int32), ("vocab_size", ctypes.c_int32))
+
+
+class StepKernels:
+    """The launches for steps with `draft_width` columns of drafts, so many tokens, and these thinking markers."""
+
+    def __init__(self, library: Path, draft_width: int, vocab_size: int, ids: ThinkingIds) -> None:
         self._library = ctypes.CDLL(str(library.resolve()))
-        self._draft_width = draft_width
+        self._draft_width, self._vocab_size = draft_width, vocab_size
         markers = {"think": ids.begin, "think_end": ids.end, "tool_call": ids.tool_call}
         self._markers = {name: -1 if token is None else token for name, token in markers.items()}
         try:
             self._follow, self._carry = self._library.glm_mtp_follow_step, self._library.glm_mtp_carry_step
+            self._spread = self._library.glm_mtp_spread_histories
             self._library.glm_mtp_step_ahead_last_error.restype = ctypes.c_char_p
         except AttributeError as error:
             raise EngineError(
                 f"{library}: the plugin library is of an older release ({error}). Build this release's with "
                 "'glm-mtp build-plugins', then the engine with 'glm-mtp build-engine'."
             ) from error
+
+    def spread(self, histories: Addresses, num_requests: int, stream: Stream) -> None:
+        """Queue filling rows of zeros from lists of ids; a list that is not there is empty."""
+        found = _Histories(**histories, num_requests=num_requests, vocab_size=self._vocab_size)
+        self._check(self._spread(ctypes.byref(found), _queue(stream)))
 
     def follow(self, state: Addresses, num_requests: int, follows: int, carry: Addresses, stream: Stream) -> None:
         """Queue putting what the step before left into the inputs at `state`, where `follows` [num_requests] names a request."""
@@ -73,7 +106,9 @@ class StepKernels:
         self._check(self._carry(arrays, ctypes.byref(found), ctypes.byref(_Carry(**carry)), _queue(stream)))
 
     def _state(self, addresses: Addresses, num_requests: int) -> _State:
-        return _State(**addresses, num_requests=num_requests, draft_width=self._draft_width)
+        return _State(
+            **addresses, num_requests=num_requests, draft_width=self._draft_width, vocab_size=self._vocab_size
+        )
 
     def _check(self, status: int) -> None:
         if status:

@@ -71,6 +71,11 @@ class StepLayout:
             end += -(-int(np.prod(shape)) * place.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         return cls(places, end)
 
+    def row_bytes(self, name: str) -> int:
+        """Bytes of one request's row of a tensor [B, ...]."""
+        place = self.places[name]
+        return int(np.prod(place.shape[1:])) * place.dtype.itemsize
+
     def view(self, name: str, block: NDArray[np.uint8]) -> NDArray[np.generic]:
         """The tensor inside `block`, without a copy."""
         place = self.places[name]
@@ -90,7 +95,7 @@ def padded(name: str, value: NDArray[np.generic], shape: tuple[int, ...]) -> NDA
     out = np.full(shape, _FILL.get(name, 0), dtype=value.dtype)
     if name == "block_table":
         out[: len(value)] = 0
-    if name == "row_offsets":
+    if name.endswith("_offsets"):
         out[:] = value[-1]
     out[tuple(slice(extent) for extent in value.shape)] = value
     return out

@@ -91,7 +91,12 @@ class TensorRtSession:
         `fill` writes one weight into its buffer; without it they are read from the checkpoint that the manifest names.
         """
         toolchain, engine, library = open_engine(directory, manifest, profile)
-        kernels = StepKernels(library, manifest.speculation.draft_width, ThinkingIds.of(manifest.thinking_token_ids))
+        kernels = StepKernels(
+            library,
+            manifest.speculation.draft_width,
+            manifest.config.vocab_size,
+            ThinkingIds.of(manifest.thinking_token_ids),
+        )
         session = cls(toolchain, engine, manifest, profile, kernels)
         try:
             session._allocate(fill or CheckpointFiller(manifest))
@@ -182,7 +187,9 @@ class TensorRtSession:
         mask_turn = self._next_mask_turn() if self._has_mask and inputs.token_bitmask is None else 0
         call = _Call(self._num_launched % MAX_IN_FLIGHT, self._buffers.layout(sizes), exact.num_requests, mask_turn)
         try:
-            self._buffers.send(call.turn, call.layout, inputs.feeds(), follows, mask_turn, self._stream)
+            histories = self._buffers.send(call.turn, call.layout, inputs, follows, mask_turn, self._stream)
+            if histories is not None:
+                self._kernels.spread(histories, sizes.num_requests, self._stream)
             if is_decode:
                 self._decode(call.layout)
             else:

@@ -21,7 +21,9 @@ def session_on(card: fake_card.Card, artifact: Path, manifest: Manifest) -> tens
     """One over an artifact's graph, under a manifest that may promise more."""
     rows = (PROFILE.max_rows, PROFILE.max_batch * (K + 1))
     engine = fake_card.Engine(artifact, manifest, rows, MOST_COLUMNS, card)
-    kernels = fake_card.Kernels(manifest.speculation.draft_width, ThinkingIds.of(manifest.thinking_token_ids))
+    kernels = fake_card.Kernels(
+        manifest.speculation.draft_width, manifest.config.vocab_size, ThinkingIds.of(manifest.thinking_token_ids)
+    )
     made = tensorrt.TensorRtSession(Toolchain("fake", fake_card, None), engine, manifest, PROFILE, kernels)
     made._allocate(tensorrt.CheckpointFiller(manifest))
     return made

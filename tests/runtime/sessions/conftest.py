@@ -29,9 +29,9 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
     """A card of host memory under the session."""
     import fake_card
 
-    from glm_mtp_export.runtime.sessions import call_buffers, tensorrt
+    from glm_mtp_export.runtime.sessions import call_buffers, history_buffers, tensorrt
 
     made = fake_card.Card(request.param)
-    made.put_into(monkeypatch, tensorrt, call_buffers)
+    made.put_into(monkeypatch, tensorrt, call_buffers, history_buffers)
     fake_card.stage_on_the_host(monkeypatch)
     return made

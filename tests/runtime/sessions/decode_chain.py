@@ -9,6 +9,7 @@ import numpy as np
 from step_calls import K
 
 from glm_mtp_export.config import SpeculationConfig
+from glm_mtp_export.runtime.histories import bias_fields, history_fields
 from glm_mtp_export.runtime.masks import constant
 from glm_mtp_export.runtime.session import AheadSession, Int32, StepInputs, StepOutputs
 
@@ -89,11 +90,13 @@ class DecodeChain:
     ) -> StepInputs:
         """All arrays; penalties now and then."""
         num, one = len(members), np.ones(len(members), np.float32)
-        shape = (num, self.vocabulary)
-        penalised = bool(self.generator.integers(0, 2))
-        counts = self.generator.integers(0, 2, shape).astype(np.int32)
-        bias = np.zeros(shape, np.float32)
-        bias[:, self.markers] = (6, 5)  # the phase changes every few tokens
+        penalised = self.generator.integers(0, 2, num).astype(bool) & bool(self.generator.integers(0, 3))
+        numbers = self.generator.integers(1, 60, (num, 2))
+        histories = [
+            self.generator.integers(0, self.vocabulary, n.sum() if p else 0).astype(np.int32)
+            for n, p in zip(numbers, penalised, strict=True)
+        ]
+        biases = dict(zip(self.markers, (6.0, 5.0), strict=True))  # the phase changes every few tokens
         return StepInputs(
             token_ids=tokens, row_offsets=offsets, num_drafts=drafts,
             draft_tokens=np.array(columns["draft_tokens"], np.int32),
@@ -103,9 +106,10 @@ class DecodeChain:
             top_p=one, min_p=0 * one, seed=np.array(members, np.int64),
             sample_offset=np.array(columns["sample_offset"], np.int32),
             in_thinking_phase=np.array(columns["in_thinking_phase"], np.bool_),
-            relaxed_delta=np.ones(1, np.float32), presence_penalty=one * penalised, frequency_penalty=0 * one,
-            repetition_penalty=one, output_counts=counts if penalised else constant(shape, 0),
-            prompt_mask=constant(shape, 0), logit_bias=bias if self.generator.integers(0, 2) else constant(shape, 0, np.float32),
+            relaxed_delta=np.ones(1, np.float32), presence_penalty=0.5 * penalised.astype(np.float32),
+            frequency_penalty=2.0 * penalised.astype(np.float32), repetition_penalty=np.where(penalised, 1.3, 1).astype(np.float32),
+            **history_fields(histories, numbers[:, 0].tolist()),
+            **bias_fields([biases if self.generator.integers(0, 2) else {}] * num),
         )  # fmt: skip
 
     def mask(self, num: int) -> Int32:

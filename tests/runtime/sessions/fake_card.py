@@ -236,8 +236,32 @@ class Graph:
 class Kernels:
     """The launches around a step, request by request."""
 
-    def __init__(self, draft_width: int, ids: ThinkingIds) -> None:
-        self.draft_width, self.ids = draft_width, ids
+    def __init__(self, draft_width: int, vocab_size: int, ids: ThinkingIds) -> None:
+        self.draft_width, self.vocab_size, self.ids = draft_width, vocab_size, ids
+
+    def spread(self, histories: Mapping[str, int], num_requests: int, stream: Stream) -> None:
+        """glm_spread_histories."""
+
+        def work() -> None:
+            for b in range(num_requests):
+                counts, prompt, bias = (
+                    array_at(histories[name] + 4 * b * self.vocab_size, dtype, (self.vocab_size,))
+                    for name, dtype in (("output_counts", "int32"), ("prompt_mask", "int32"), ("logit_bias", "float32"))
+                )
+                first, last = array_at(histories["history_offsets"] + 4 * b, "int32", (2,))
+                num_prompt = array_at(histories["history_prompts"] + 4 * b, "int32", (1,))[0]
+                for place in range(first, last):
+                    token = array_at(histories["history_ids"] + 4 * place, "int32", (1,))[0]
+                    if place < first + num_prompt:
+                        prompt[token] = 1
+                    else:
+                        counts[token] += 1
+                first, last = array_at(histories["bias_offsets"] + 4 * b, "int32", (2,))
+                for place in range(first, last):
+                    token = array_at(histories["bias_ids"] + 4 * place, "int32", (1,))[0]
+                    bias[token] = array_at(histories["bias_values"] + 4 * place, "float32", (1,))[0]
+
+        stream.queue(work)
 
     def follow(
         self, state: Mapping[str, int], num_requests: int, follows: int, carry: Mapping[str, int], stream: Stream
@@ -255,6 +279,12 @@ class Kernels:
                 here["cache_lengths"][b] += before["num_accepted"](j)
                 here["sample_offset"][b] += before["num_accepted"](j)
                 here["in_thinking_phase"][b] = before["in_thinking_phase"](j)
+                if "output_counts" not in state or np.diff(here["history_offsets"][b : b + 2])[0] == 0:
+                    continue
+                counts = array_at(state["output_counts"] + 4 * b * self.vocab_size, "int32", (self.vocab_size,))
+                for token in before["committed_tokens"](j):
+                    if token >= 0:
+                        counts[token] += 1
 
         stream.queue(work)
 
@@ -284,15 +314,20 @@ class Kernels:
                 width = self.draft_width
                 array_at(carry["draft_tokens"] + 4 * b * width, "int32", (width,))[:] = proposals[b]
                 array_at(carry["in_thinking_phase"] + b, "bool", (1,))[0] = is_open
+                committed = array_at(carry["committed_tokens"] + 4 * b * (width + 1), "int32", (width + 1,))
+                committed[:] = -1
+                committed[: accepted[b]] = here["draft_tokens"][b, : accepted[b]]
+                committed[accepted[b]] = tokens[b]
 
         stream.queue(work)
 
     def _state(self, addresses: Mapping[str, int], num: int) -> dict[str, NDArray[Any]]:
-        shapes = {"row_offsets": (num + 1,), "draft_tokens": (num, self.draft_width)}
+        shapes = {name: (num + 1,) for name in ("row_offsets", "history_offsets")}
+        shapes["draft_tokens"] = (num, self.draft_width)
         return {
             name: array_at(address, "bool" if name == "in_thinking_phase" else "int32", shapes.get(name, (num,)))
             for name, address in addresses.items()
-            if name != "token_ids"
+            if name not in ("token_ids", "output_counts")
         }
 
     def _carry(self, addresses: Mapping[str, int]) -> dict[str, Callable[[int], Any]]:
@@ -302,6 +337,9 @@ class Kernels:
             "next_tokens": lambda j: array_at(addresses["next_tokens"] + 4 * j, "int32", (1,))[0],
             "draft_tokens": lambda j: array_at(addresses["draft_tokens"] + 4 * j * width, "int32", (width,)),
             "in_thinking_phase": lambda j: array_at(addresses["in_thinking_phase"] + j, "bool", (1,))[0],
+            "committed_tokens": lambda j: array_at(
+                addresses["committed_tokens"] + 4 * j * (width + 1), "int32", (width + 1,)
+            ),
         }
 
 

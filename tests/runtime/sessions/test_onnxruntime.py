@@ -13,6 +13,7 @@ from real_graph import PROFILE, Artifacts
 
 from glm_mtp_export.artifact import DEVICE, MANIFEST_NAME, PAGE_SIZE, Manifest
 from glm_mtp_export.errors import ArtifactError, EngineError, OptionError
+from glm_mtp_export.runtime.histories import dense_rows, history_fields
 from glm_mtp_export.runtime.session import StepInputs
 from glm_mtp_export.runtime.sessions import open_session
 from glm_mtp_export.runtime.sessions.onnxruntime import OnnxRuntimeSession
@@ -44,9 +45,7 @@ def _inputs(rng: np.random.Generator, lengths: list[int], fed: int, drafts: int,
         presence_penalty=np.zeros(count, np.float32),
         frequency_penalty=np.zeros(count, np.float32),
         repetition_penalty=np.ones(count, np.float32),
-        output_counts=np.zeros((count, vocab), np.int32),
-        prompt_mask=np.zeros((count, vocab), np.int32),
-        logit_bias=np.zeros((count, vocab), np.float32),
+        **history_fields([rng.integers(0, vocab, 7).astype(np.int32)] * count, [4] * count),
     )
 
 
@@ -58,7 +57,15 @@ def test_caches_updated_in_place_equal_copied_ones_bit_for_bit(artifacts: Artifa
     caches = {c.name: np.zeros((1, session.num_pages, PAGE_SIZE, c.width), np.float32) for c in session.manifest.caches}
     for lengths, fed, drafts in (([0, 0], 50, 0), ([20, 3], 30, 2), ([40, 0, 60], 1, 2), ([61], 2, 1)):
         inputs = _inputs(rng, lengths, fed, drafts, session.manifest.config.vocab_size)
-        expected = dict(zip(names, plain.run(None, {**inputs.feeds(), **caches}), strict=True))
+        expected = dict(
+            zip(
+                names,
+                plain.run(
+                    None, {**{**inputs.feeds(), **dense_rows(inputs, session.manifest.config.vocab_size)}, **caches}
+                ),
+                strict=True,
+            )
+        )
         found = session.run(inputs)
         caches = {name: expected[f"{name}_out"] for name in caches}
         assert np.array_equal(found.num_accepted, expected["num_accepted"])
