@@ -20,11 +20,12 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 from glm_mtp_export.config import ModelConfig, ParallelConfig, SpeculationConfig
 from glm_mtp_export.errors import ArtifactError
+from glm_mtp_export.json_fields import record_from_json
 
 __all__ = [
     "CACHE_NAMES",
@@ -309,23 +310,52 @@ class Manifest:
                 raise ArtifactError(
                     f"{where}: format_version is {version}, this release reads {FORMAT_VERSION}. Export the checkpoint again."
                 )
-            raw["config"] = _record(ModelConfig, raw["config"])
-            raw["speculation"] = SpeculationConfig(**raw["speculation"])
-            raw["parallel"] = ParallelConfig(**raw["parallel"])
-            raw["caches"] = tuple(CacheSpec(**c) for c in raw["caches"])
-            raw["inputs"] = tuple(_record(TensorSpec, t) for t in raw["inputs"])
-            raw["outputs"] = tuple(_record(TensorSpec, t) for t in raw["outputs"])
-            raw["weights"] = tuple(_record(WeightEntry, w) for w in raw["weights"])
+            raw["config"] = record_from_json(ModelConfig, raw["config"])
+            raw["speculation"] = record_from_json(SpeculationConfig, raw["speculation"])
+            raw["parallel"] = record_from_json(ParallelConfig, raw["parallel"])
+            raw["caches"] = tuple(record_from_json(CacheSpec, c) for c in raw["caches"])
+            raw["inputs"] = tuple(record_from_json(TensorSpec, t) for t in raw["inputs"])
+            raw["outputs"] = tuple(record_from_json(TensorSpec, t) for t in raw["outputs"])
+            raw["weights"] = tuple(record_from_json(WeightEntry, w) for w in raw["weights"])
             raw["checkpoint_notices"] = tuple(raw["checkpoint_notices"])
-            raw["conversion_errors"] = tuple(ConversionError(**e) for e in raw["conversion_errors"])
-            raw["files"] = {name: FileRecord(**record) for name, record in raw["files"].items()}
-            return cls(**raw)
+            raw["conversion_errors"] = tuple(record_from_json(ConversionError, e) for e in raw["conversion_errors"])
+            raw["files"] = {name: record_from_json(FileRecord, record) for name, record in raw["files"].items()}
+            manifest: Manifest = record_from_json(cls, raw)
+            problems = manifest._contradictions()
         except ArtifactError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ArtifactError(
                 f"{where}: not a manifest of this release ({error}). Export the checkpoint again."
             ) from error
+        if problems:
+            raise ArtifactError(
+                f"{where}: {'; '.join(problems)}. It was edited, or is of another release; export the checkpoint again."
+            )
+        return manifest
+
+    def _contradictions(self) -> list[str]:
+        """Where inputs, outputs and caches are not those that follow from the other fields."""
+        num_modules = self.config.num_draft_modules(self.speculation.num_speculative_tokens)
+        caches = cache_specs(self.config, self.dialect, self.cache_dtype, num_modules)
+        inputs = step_inputs(self.config, self.speculation, caches, self.parallel, self.dialect)
+        outputs = step_outputs(self.speculation, caches)
+        problems = []
+        if self.dialect not in (PORTABLE, DEVICE):
+            problems.append(f"dialect is {self.dialect!r}, expected '{PORTABLE}' or '{DEVICE}'")
+        for name, found, expected in (
+            (
+                "caches",
+                [(c.name, *c.shape("N"), c.dtype) for c in self.caches],
+                [(c.name, *c.shape("N"), c.dtype) for c in caches],
+            ),
+            ("inputs", [_signature(t) for t in self.inputs], [_signature(t) for t in inputs]),
+            ("outputs", [_signature(t) for t in self.outputs], [_signature(t) for t in outputs]),
+        ):
+            wrong = [pair for pair in zip_longest(found, expected) if pair[0] != pair[1]]
+            if wrong:
+                problems.append(f"{name}: found {wrong[0][0]}, expected {wrong[0][1]} by the other fields")
+        return problems
 
     @classmethod
     def load(cls, directory: Path) -> Manifest:
@@ -334,8 +364,9 @@ class Manifest:
         try:
             return cls.from_json(path.read_text(encoding="utf-8"), str(path))
         except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
             raise ArtifactError(
-                f"{path}: cannot be read ({error}). Give the directory that 'glm-mtp export' wrote."
+                f"{path}: cannot be read ({why}). Give the directory that 'glm-mtp export' wrote."
             ) from error
 
     def verify_files(self, directory: Path) -> None:
@@ -353,9 +384,9 @@ class Manifest:
             raise ArtifactError(f"{directory}: {'; '.join(problems)}. Copy the artifact again or export it again.")
 
 
-def _record(cls: type, raw: Mapping[str, Any]) -> Any:
-    """Build a frozen record from JSON: lists become tuples."""
-    return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()})
+def _signature(spec: TensorSpec) -> tuple[str, str, tuple[int | str, ...]]:
+    """What a graph fixes of an input or output; its description may change."""
+    return spec.name, spec.dtype, spec.shape
 
 
 @contextmanager
@@ -373,6 +404,7 @@ def replacing(path: Path) -> Iterator[Path]:
         finally:
             os.close(directory)
     except OSError as error:
-        raise ArtifactError(f"{path}: cannot be written ({error}). Free space or choose another directory.") from error
+        why = error.strerror or error
+        raise ArtifactError(f"{path}: cannot be written ({why}). Free space or choose another directory.") from error
     finally:
         temporary.unlink(missing_ok=True)

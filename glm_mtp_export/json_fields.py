@@ -6,6 +6,7 @@ caller names for files, ConfigError for fields.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from glm_mtp_export.errors import ConfigError
 
-__all__ = ["Fields", "is_int", "read_json_object"]
+__all__ = ["Fields", "is_int", "is_number", "read_json_object", "record_from_json"]
 
 _MISSING = object()
 _MOST_SHOWN = 80  # characters of a wrong value in a message
@@ -54,7 +55,7 @@ class Fields:
 
     def number(self, name: str, default: Any = _MISSING) -> float:
         """A positive finite number."""
-        return float(self.get(name, lambda v: _is_number(v) and 0 < v < _MOST_NUMBER, "a number above 0", default))
+        return float(self.get(name, lambda v: is_number(v) and 0 < v < _MOST_NUMBER, "a number above 0", default))
 
     def flag(self, name: str, default: bool) -> bool:
         """true or false."""
@@ -72,7 +73,8 @@ def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """JSON numbers, true and false not among them."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -93,3 +95,37 @@ def read_json_object(path: Path, error: type[Exception]) -> Mapping[str, Any]:
     if not isinstance(raw, dict):
         raise error(f"{path}: holds {type(raw).__name__}, expected an object. Fetch this file again.")
     return raw
+
+
+def record_from_json(cls: type, raw: Mapping[str, Any]) -> Any:
+    """Build a frozen record from a JSON object of its fields: lists become tuples.
+
+    TypeError names a field whose value is not of the annotated type, as far as `_FIELD_TYPES` knows it.
+    """
+    record = cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()})
+    for spec in dataclasses.fields(cls):
+        value = getattr(record, spec.name)
+        is_right = _FIELD_TYPES.get(str(spec.type), lambda value: True)
+        if not is_right(value):
+            raise TypeError(f"{spec.name} is {value!r}, expected {spec.type}")
+    return record
+
+
+def _all(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, tuple) and all(map(kind, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+# Annotations of the records' fields that a wrong value would pass until much later.
+_FIELD_TYPES: Mapping[str, Callable[[Any], bool]] = {
+    "int": is_int,
+    "float": is_number,
+    "bool": lambda value: isinstance(value, bool),
+    "str": _is_text,
+    "tuple[int, ...]": _all(is_int),
+    "tuple[str, ...]": _all(_is_text),
+    "Mapping[str, int]": lambda value: isinstance(value, dict) and all(map(is_int, value.values())),
+}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from glm_mtp_export.chat.template import ChatTemplate
 from glm_mtp_export.errors import CheckpointError
+from glm_mtp_export.json_fields import is_number, read_json_object
 from glm_mtp_export.runtime.tokenizer import Tokenizer
 
 __all__ = ["ServedModel"]
@@ -30,17 +30,14 @@ class ServedModel:
         """Read what lies beside the engine. Without a chat template only plain completions are offered."""
         found = tokenizer or Tokenizer.load(directory)
         path = Path(directory) / "generation_config.json"
-        try:
-            config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        except ValueError as error:
-            raise CheckpointError(f"{path}: not readable as JSON ({error}). Fetch this file again.") from error
+        config = read_json_object(path, CheckpointError) if path.is_file() else {}
         try:
             template = ChatTemplate.load(directory, found)
         except CheckpointError as error:
             if "not found" not in str(error):
                 raise
             template = None
-        defaults = {k: config[k] for k in _DEFAULTS if isinstance(config.get(k), int | float)}
+        defaults = {k: config[k] for k in _DEFAULTS if is_number(config.get(k))}
         if config.get("do_sample") is False:
             defaults["temperature"] = 0.0
         return cls(name, found, template, defaults)

@@ -18,7 +18,7 @@ from glm_mtp_export.export import ExportOptions, export_checkpoint
 def manifest(num_speculative_tokens: int) -> Manifest:
     config = parse_config(T6_CONFIG, "T6")
     speculation = SpeculationConfig(num_speculative_tokens=num_speculative_tokens)
-    caches = cache_specs(config, "device", "bfloat16", True)
+    caches = cache_specs(config, "device", "bfloat16", 1)
     return Manifest(
         dialect="device",
         dtype="bfloat16",

@@ -173,7 +173,7 @@ def test_the_graph_stays_small_when_the_weights_pass_two_gigabytes(tmp_path):
     big = T6_CONFIG | {"vocab_size": vocabulary, "num_hidden_layers": 2}
     view = CheckpointView.open(write_stand_in(tmp_path, big, "bf16"))
     weights, speculation = weight_plan(view, PORTABLE, None, True), SpeculationConfig(1)
-    caches = cache_specs(view.config, PORTABLE, "float32", True)
+    caches = cache_specs(view.config, PORTABLE, "float32", 1)
     model = traced_step(view.config, speculation, caches, weights, vocabulary, (), ParallelConfig(), PORTABLE)
     with_bodies(model)
     with_external_weights(model, weights, "weights.bin")

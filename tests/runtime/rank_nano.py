@@ -77,7 +77,7 @@ class TorchSession:
     def __init__(self, parallel: ParallelConfig, rank: int, sums: Sums | None) -> None:
         view, self.sums = CheckpointView.open(NANO), sums
         speculation, vocabulary = SpeculationConfig(3), read_vocabulary(NANO, view.config)
-        caches = cache_specs(view.config, PORTABLE, "float32", True)
+        caches = cache_specs(view.config, PORTABLE, "float32", 1)
         plan = weight_plan(view, PORTABLE, "bfloat16", True)
         self.manifest = Manifest(
             dialect=PORTABLE, dtype="float32", cache_dtype="float32", config=view.config, speculation=speculation,

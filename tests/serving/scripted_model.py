@@ -201,7 +201,7 @@ def make_manifest(tokenizer: Tokenizer, num_logprobs: int) -> Manifest:
         tie_word_embeddings=False, eos_token_ids=tokenizer.eos_ids, pad_token_id=None,
     )  # fmt: skip
     speculation = SpeculationConfig(num_speculative_tokens=NUM_DRAFTS, num_logprobs=num_logprobs)
-    caches = cache_specs(config, PORTABLE, "float32", True)
+    caches = cache_specs(config, PORTABLE, "float32", 1)
     ids = {"think": "<think>", "/think": "</think>", "tool_call": "<tool_call>"}
     return Manifest(
         dialect=PORTABLE, dtype="float32", cache_dtype="float32", config=config, speculation=speculation, caches=caches,

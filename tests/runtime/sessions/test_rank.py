@@ -29,7 +29,7 @@ PARALLEL = ParallelConfig(2, True)
 def manifest() -> Manifest:
     """Of the embedded model for two ranks, without a graph."""
     view, speculation = CheckpointView.open(NANO), SpeculationConfig(2)
-    caches = cache_specs(view.config, DEVICE, "bfloat16", True)
+    caches = cache_specs(view.config, DEVICE, "bfloat16", 1)
     return Manifest(
         dialect=DEVICE, dtype="bfloat16", cache_dtype="bfloat16", config=view.config, speculation=speculation, caches=caches,
         inputs=step_inputs(view.config, speculation, caches, PARALLEL), outputs=step_outputs(speculation, caches),
@@ -135,7 +135,8 @@ def test_a_job_of_another_size_is_told_how_to_start(
 def test_an_artifact_of_one_card_refuses_a_job_of_several(
     manifest: Manifest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    alone = dataclasses.replace(manifest, parallel=ParallelConfig())
+    inputs = step_inputs(manifest.config, manifest.speculation, manifest.caches)
+    alone = dataclasses.replace(manifest, parallel=ParallelConfig(), inputs=inputs)
     (tmp_path / "manifest.json").write_text(alone.to_json(), encoding="utf-8")
     assert not rank.follow_artifact(tmp_path, "tensorrt")  # no launcher: not another rank
     monkeypatch.setenv("RANK", "0")
