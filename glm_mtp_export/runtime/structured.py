@@ -17,11 +17,13 @@ What may go wrong: an unusable schema or grammar raises `RequestError` with xgra
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence as Items
 from functools import lru_cache
 from typing import Any
 
 from glm_mtp_export.errors import MissingDependencyError, RequestError
+from glm_mtp_export.runtime.json_schema import unenforced
 from glm_mtp_export.runtime.masks import token_words
 from glm_mtp_export.runtime.sampling import StructuredOutput
 from glm_mtp_export.runtime.session import Int32
@@ -30,6 +32,8 @@ from glm_mtp_export.runtime.tokenizer import Tokenizer
 
 __all__ = ["GrammarCompiler", "GrammarState"]
 
+_SOURCE_PLACE = re.compile(r"\[\d+:\d+:\d+\] \S+:\d+: ")
+_MOST_REASON = 500  # characters; it may quote the whole schema
 _JSON_STRING_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
@@ -74,6 +78,7 @@ class GrammarCompiler:
     def _compile(self, structure: StructuredOutput) -> Any:
         try:
             if structure.json_schema is not None:
+                _check_enforced(structure.json_schema)
                 return self._compiler.compile_json_schema(
                     structure.json_schema, any_whitespace=structure.any_whitespace
                 )
@@ -86,9 +91,11 @@ class GrammarCompiler:
             if structure.structural_tag is not None:
                 return self._compiler.compile_structural_tag(json.loads(structure.structural_tag))
             return self._compiler.compile_grammar(structure.grammar or "")
+        except RequestError:
+            raise
         except Exception as error:  # the binding raises RuntimeError, ValueError and pydantic's own
             raise RequestError(
-                f"structured_output cannot be compiled: {error}. Correct it and send it again."
+                f"The schema or grammar to enforce cannot be compiled: {_reason(error)}. Correct it and send it again."
             ) from error
 
 
@@ -136,6 +143,26 @@ class GrammarState:
         if self._matcher.is_terminated():
             return True
         return self._take(token)
+
+
+def _check_enforced(json_schema: str) -> None:
+    """RequestError for demands that would be passed over in silence. Text that is no JSON is the compiler's to refuse."""
+    try:
+        found = unenforced(json.loads(json_schema))
+    except (ValueError, RecursionError):
+        return
+    if found:
+        more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
+        raise RequestError(
+            f"The JSON Schema has demands that cannot be enforced: {'; '.join(found[:5])}{more}. Leave it out, and check the "
+            "answer for it."
+        )
+
+
+def _reason(error: Exception) -> str:
+    """What xgrammar says, on one line, without the time and the place in its sources."""
+    text = _SOURCE_PLACE.sub("", str(error))
+    return " ".join(text.split())[:_MOST_REASON].rstrip(".")
 
 
 def _allows(words: Int32, token: int) -> bool:

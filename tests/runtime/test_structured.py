@@ -140,18 +140,32 @@ def test_min_tokens_goes_with_a_grammar_until_only_the_end_is_left() -> None:
     assert {b.completions[f"r{s}", 0].text for s in range(6)} == {"ok"}
 
 
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_a_ban_of_the_only_way_on_gives_way_to_the_grammar(num_drafts: int) -> None:
+    bans = {EOS: -100.0, ord("o"): -100.0, ord("x"): -100.0}
+    b = _run(num_drafts, StructuredOutput(choice=("ok", "xx", "no")), [9], logit_bias=bans)
+    assert {(c.text, c.finish_reason) for c in b.completions.values()} == {("no", "stop")}
+    b = _run(num_drafts, StructuredOutput(choice=("ok",)), [9], logit_bias=bans)
+    assert {(c.text, c.finish_reason) for c in b.completions.values()} == {("ok", "stop")}
+
+
 @pytest.mark.parametrize(
     ("structure", "reason"),
     [
         (StructuredOutput(json_schema='{"type": "nonsense"'), "cannot be compiled"),
+        (
+            StructuredOutput(json_schema='{"type": "nonsense"}'),
+            r'cannot be compiled: Unsupported type "nonsense"\. Correct',
+        ),
         (StructuredOutput(regex="(unclosed"), "cannot be compiled"),
         (StructuredOutput(grammar="root ::= missing_rule"), "cannot be compiled"),
     ],
 )
 def test_unusable_structures_are_refused_before_anything_runs(structure: StructuredOutput, reason: str) -> None:
     b = bench(1)
-    with pytest.raises(RequestError, match=reason):
+    with pytest.raises(RequestError, match=reason) as caught:
         b.add("r", [1], SamplingParams(structured_output=structure))
+    assert "\n" not in str(caught.value) and ".cc:" not in str(caught.value)
     b.check_empty()
 
 
