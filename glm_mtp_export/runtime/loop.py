@@ -14,11 +14,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from glm_mtp_export.errors import EngineError
+from glm_mtp_export.errors import EngineError, GlmMtpError
 from glm_mtp_export.runtime.engine import Engine
 from glm_mtp_export.runtime.request import Completion, Delta, GenerationResult, Request
 
-__all__ = ["EngineLoop", "RequestHandle"]
+__all__ = ["DeltaStream", "EngineLoop", "RequestHandle"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,19 +37,9 @@ class RequestHandle:
         self._finished = threading.Event()
         self._error: BaseException | None = None
 
-    def __iter__(self) -> Iterator[Delta]:
+    def __iter__(self) -> DeltaStream:
         """Deltas as they come, until every sequence has ended. Leaving early aborts the request."""
-        remaining = self.request.params.n
-        try:
-            while remaining:
-                item = self._deltas.get()
-                if isinstance(item, BaseException):
-                    raise item
-                remaining -= item.finished
-                yield item
-        finally:
-            if remaining:
-                self.abort()
+        return DeltaStream(self)
 
     def result(self, timeout: float | None = None) -> GenerationResult:
         """Wait for all sequences. TimeoutError after `timeout` seconds."""
@@ -93,6 +83,42 @@ class RequestHandle:
         self._finished.set()
 
 
+class DeltaStream(Iterator[Delta]):
+    """The deltas of one request. Closed, left or dropped before its end, even before its first delta, it aborts the request.
+
+    Not a generator: one that was never started would end without a word to the engine.
+    """
+
+    def __init__(self, handle: RequestHandle) -> None:
+        self._handle = handle
+        self._remaining = handle.request.params.n
+
+    def __next__(self) -> Delta:
+        if not self._remaining:
+            raise StopIteration
+        item = self._handle._deltas.get()
+        if isinstance(item, BaseException):
+            self._remaining = 0
+            raise item
+        self._remaining -= item.finished
+        return item
+
+    def close(self) -> None:
+        """Abort the request unless it has ended."""
+        if self._remaining:
+            self._remaining = 0
+            self._handle.abort()
+
+    def __enter__(self) -> DeltaStream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class EngineLoop:
     """Owns an engine and the thread that steps it."""
 
@@ -115,9 +141,11 @@ class EngineLoop:
             )
         handle = RequestHandle(request, self, on_delta)
         with self._wake:
+            if self._closing:
+                raise EngineError("The runtime is closed and takes no requests. Load it again.")
             if self._failure is not None:
                 raise EngineError(f"The engine has stopped after an error ({self._failure}). Restart it.")
-            if self._draining or self._closing:
+            if self._draining:
                 raise EngineError("The engine is draining and takes no new requests. Send it to another replica.")
             self._inbox.append(handle)
             self._wake.notify()
@@ -157,6 +185,9 @@ class EngineLoop:
             while self._take_inbox():
                 for delta in self.engine.step():
                     self._dispatch(delta)
+        except GlmMtpError as error:  # says itself what is wrong and what to do
+            _log.error("the engine stopped: %s", error)
+            self._fail_all(error)
         except BaseException as error:
             _log.exception("the engine stopped")
             self._fail_all(error)

@@ -8,16 +8,19 @@ once: all requests share one batch. What may go wrong: a damaged artifact raises
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from glm_mtp_export.artifact import PAGE_SIZE, STEP_NAME, Manifest
 from glm_mtp_export.engine_manifest import ENGINE_MANIFEST_NAME, EngineManifest, EngineProfile, engine_directory
 from glm_mtp_export.errors import EngineError, RequestError
 from glm_mtp_export.runtime.context import ContextLimit
 from glm_mtp_export.runtime.engine import Engine
-from glm_mtp_export.runtime.loop import EngineLoop, RequestHandle
+from glm_mtp_export.runtime.loop import DeltaStream, EngineLoop, RequestHandle
 from glm_mtp_export.runtime.metrics import EngineStatistics, Gauges, prometheus_registry
 from glm_mtp_export.runtime.paging import page_count
 from glm_mtp_export.runtime.request import Delta, GenerationResult, Request
@@ -56,6 +59,7 @@ class Runtime:
         self.engine = engine
         self._loop = EngineLoop(engine)
         self._ids = itertools.count()
+        self._is_closed = False
 
     @classmethod
     def load(
@@ -85,9 +89,12 @@ class Runtime:
             enable_prefix_sharing=enable_prefix_sharing,
             enable_adaptive_drafts=enable_adaptive_drafts,
         )
-        return cls(
-            session, tokenizer, Engine(session, tokenizer, config, profile.max_context, launch_ahead=launch_ahead)
-        )
+        try:
+            engine = Engine(session, tokenizer, config, profile.max_context, launch_ahead=launch_ahead)
+        except BaseException:
+            session.close()
+            raise
+        return cls(session, tokenizer, engine)
 
     # ---- what it is
 
@@ -140,9 +147,9 @@ class Runtime:
                 handle.abort()
             raise
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Deltas of one prompt as they come; their texts concatenate to the completion's. Closing the iterator
-        aborts."""
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> DeltaStream:
+        """Deltas of one prompt as they come; their texts concatenate to the completion's. The request runs from here on;
+        closing the stream, leaving its `with` or dropping it aborts."""
         return iter(self.submit(prompt, params))
 
     def submit(
@@ -164,7 +171,7 @@ class Runtime:
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt; text gets what the tokenizer's post-processor adds, once."""
         if not isinstance(prompt, str):
-            return tuple(int(token) for token in prompt)
+            return _token_ids(prompt)
         if self.tokenizer is None:
             raise RequestError(
                 "The prompt is text, but the artifact has no tokenizer.json. Copy it from the checkpoint into the artifact, "
@@ -181,15 +188,30 @@ class Runtime:
         return self._loop.drain(timeout)
 
     def close(self) -> None:
-        """Abort what runs, end the thread, free the session."""
+        """Abort what runs, end the thread, free the session. Harmless when done already."""
         self._loop.close()
-        self.session.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self.session.close()
 
     def __enter__(self) -> Runtime:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _token_ids(prompt: Any) -> tuple[int, ...]:
+    """Ids as given, numpy's integers included; RequestError for what would only turn into ids by accident."""
+    if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Iterable):
+        raise RequestError(f"The prompt is {type(prompt).__name__}, expected text or token ids. Decode bytes first.")
+    ids = tuple(prompt)
+    for token in ids:
+        if type(token) is not int and (isinstance(token, (bool, np.bool_)) or not hasattr(token, "__index__")):
+            raise RequestError(
+                f"The prompt holds {token!r} among its token ids, expected whole numbers. Send ids alone, or text alone."
+            )
+    return tuple(map(operator.index, ids))
 
 
 def _built_profile(directory: Path, manifest: Manifest, backend: str) -> EngineProfile | None:
@@ -206,8 +228,8 @@ def _built_profile(directory: Path, manifest: Manifest, backend: str) -> EngineP
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+        return [prompts]  # what is no prompt is refused when it is encoded
     items = list(prompts)
     if items and not isinstance(items[0], (str, Sequence)) and not hasattr(items[0], "__len__"):
         return [items]  # type: ignore[list-item]

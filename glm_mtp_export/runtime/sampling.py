@@ -8,9 +8,11 @@ graph was not built for, raises `RequestError` naming every such parameter at on
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from types import MappingProxyType
+from typing import Any, TypeGuard
 
 from glm_mtp_export.artifact import Manifest
 from glm_mtp_export.errors import RequestError
@@ -31,6 +33,8 @@ PENALTY_INPUTS = (
 """Graph inputs that must all be compiled in before penalties and biases are offered."""
 
 _GREEDY_BELOW = 1e-5
+_MOST_COUNT = 2**31 - 1  # counts travel to the graph as int32
+_MOST_NUMBER = 1e6  # far from what float32 turns into infinity, and its reciprocal far from what it turns into zero
 
 
 @dataclass(frozen=True)
@@ -52,13 +56,30 @@ class StructuredOutput:
     any_whitespace: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "choice", tuple(self.choice))
+        object.__setattr__(self, "choice", _several(self.choice))
+        problems = self._problems()
+        if problems:
+            raise RequestError("structured_output: " + "; ".join(problems) + ".")
         kinds = [name for name in self._KINDS if getattr(self, name)]
         if len(kinds) != 1:
             found = ", ".join(kinds) or "none"
             raise RequestError(f"structured_output: found {found}, expected exactly one of {', '.join(self._KINDS)}.")
 
     _KINDS = ("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag")
+
+    def _problems(self) -> list[str]:
+        problems = []
+        for name in ("json_schema", "regex", "grammar", "structural_tag"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                hint = "; json.dumps makes it" if isinstance(value, Mapping) else ""
+                problems.append(f"{name} is {_shown(value)}, expected text{hint}")
+        if not all(isinstance(text, str) for text in self.choice):
+            problems.append(f"choice is {_shown(self.choice)}, expected strings")
+        for name in ("json_object", "any_whitespace"):
+            if not isinstance(getattr(self, name), bool):
+                problems.append(f"{name} is {_shown(getattr(self, name))}, expected True or False")
+        return problems
 
 
 @dataclass(frozen=True)
@@ -97,9 +118,12 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop", _several(self.stop))
+        object.__setattr__(self, "stop_token_ids", _several(self.stop_token_ids))
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            raise RequestError(
+                f"Sampling parameters: logit_bias is {_shown(self.logit_bias)}, expected a mapping of token ids to biases."
+            )
         object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias or {})))
         problems = self._problems()
         if problems:
@@ -121,35 +145,49 @@ class SamplingParams:
         return tuple(sorted(t for t, bias in self.logit_bias.items() if bias <= BAN_BIAS))
 
     def _problems(self) -> list[str]:
-        problems = [*self._number_problems(), *self._count_problems()]
-        if any(not s for s in self.stop):
-            problems.append("stop has an empty string, which would match everywhere")
-        if any(t < 0 for t in (*self.stop_token_ids, *self.logit_bias)):
-            problems.append("stop_token_ids and logit_bias need token ids of 0 or more")
-        if any(not math.isfinite(b) or not -100.0 <= b <= 100.0 for b in self.logit_bias.values()):
-            problems.append("logit_bias values must lie in -100..100")
-        if self.structured_output is not None and self.ignore_eos:
+        problems = [*self._number_problems(), *self._count_problems(), *self._list_problems()]
+        problems += [
+            f"{name} is {_shown(getattr(self, name))}, expected True or False"
+            for name in ("ignore_eos", "speculative", "include_stop_str_in_output", "skip_special_tokens")
+            if not isinstance(getattr(self, name), bool)
+        ]
+        structure = self.structured_output
+        if structure is not None and not isinstance(structure, StructuredOutput):
+            problems.append(f"structured_output is {_shown(structure)}, expected a StructuredOutput")
+        if structure is not None and self.ignore_eos:
             problems.append("structured_output ends with a stop id, so it cannot go with ignore_eos")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            problems.append(f"seed is {self.seed}, expected a 64-bit signed integer")
+        if self.seed is not None and not (_is_whole(self.seed) and -(2**63) <= self.seed < 2**63):
+            problems.append(f"seed is {_shown(self.seed)}, expected a 64-bit signed integer")
+        return problems
+
+    def _list_problems(self) -> list[str]:
+        problems = []
+        if not all(isinstance(s, str) for s in self.stop):
+            problems.append(f"stop is {_shown(self.stop)}, expected strings")
+        elif not all(self.stop):
+            problems.append("stop has an empty string, which would match everywhere")
+        ids = (*self.stop_token_ids, *self.logit_bias)
+        if not all(_is_whole(token) and token >= 0 for token in ids):
+            problems.append("stop_token_ids and logit_bias need token ids of 0 or more")
+        if not all(_is_number(bias) and -100.0 <= bias <= 100.0 for bias in self.logit_bias.values()):
+            problems.append("logit_bias values must lie in -100..100")
         return problems
 
     def _number_problems(self) -> list[str]:
         ranges = (
-            ("temperature", self.temperature, 0.0, math.inf),
+            ("temperature", self.temperature, 0.0, _MOST_NUMBER),
             ("min_p", self.min_p, 0.0, 1.0),
             ("presence_penalty", self.presence_penalty, -2.0, 2.0),
             ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+            ("repetition_penalty", self.repetition_penalty, 1 / _MOST_NUMBER, _MOST_NUMBER),
         )
         problems = [
-            f"{name} is {value}, expected {low:g}..{high:g}"
+            f"{name} is {_shown(value)}, expected {low:g}..{high:g}"
             for name, value, low, high in ranges
-            if not (math.isfinite(value) and low <= value <= high)
+            if not (_is_number(value) and low <= value <= high)
         ]
-        if not 0.0 < self.top_p <= 1.0:
-            problems.append(f"top_p is {self.top_p}, expected above 0 and at most 1")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
-            problems.append(f"repetition_penalty is {self.repetition_penalty}, expected above 0")
+        if not (_is_number(self.top_p) and 0.0 < self.top_p <= 1.0):
+            problems.append(f"top_p is {_shown(self.top_p)}, expected above 0 and at most 1")
         return problems
 
     def _count_problems(self) -> list[str]:
@@ -161,14 +199,40 @@ class SamplingParams:
             ("logprobs", self.logprobs, 0),
             ("thinking_budget", self.thinking_budget, 0),
         )
-        problems = [
-            f"{name} is {value!r}, expected a whole number of {low} or more"
-            for name, value, low in lowest
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low)
-        ]
+        optional = ("max_tokens", "logprobs", "thinking_budget")
+        problems = []
+        for name, value, low in lowest:
+            if value is None and name in optional:
+                continue
+            if not _is_whole(value) or value < low:
+                problems.append(f"{name} is {_shown(value)}, expected a whole number of {low} or more")
+            elif value > _MOST_COUNT:
+                problems.append(f"{name} is {_shown(value)}, expected at most {_MOST_COUNT}")
         if not problems and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             problems.append(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
         return problems
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    """What a caller gave as one item, as several, or as None."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+
+
+def _is_whole(value: Any) -> TypeGuard[int]:
+    """Integers; Python counts True and False among them, a request must not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _shown(value: Any) -> str:
+    """A wrong value as a message quotes it: cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
+import numpy as np
 import pytest
 from fake_model import FakeSession, fake_manifest, hashed_errors
 from harness import TOKENIZER
@@ -80,9 +82,53 @@ def test_leaving_a_stream_aborts_its_request() -> None:
     with _runtime() as runtime:
         stream = runtime.stream([1, 2], SamplingParams(max_tokens=2000, ignore_eos=True))
         next(stream)
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
+        assert next(stream, None) is None
         assert runtime.drain(timeout=10)
         assert runtime.statistics.num_finished["abort"] == 1 and runtime.gauges().num_pages_held == 0
+
+
+def test_a_stream_that_nobody_began_to_read_aborts_too() -> None:
+    params = SamplingParams(max_tokens=3000, ignore_eos=True)
+    with _runtime() as runtime:
+        runtime.stream([1, 2], params).close()
+        runtime.stream([1, 3], params)  # dropped
+        with runtime.stream([1, 4], params):
+            pass
+        with pytest.raises(KeyError), runtime.stream([1, 5], params) as deltas:
+            raise KeyError(next(deltas))
+        assert runtime.drain(timeout=10)
+        assert runtime.statistics.num_finished["abort"] == 4 and runtime.gauges().num_pages_held == 0
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (b"hello", "The prompt is bytes, expected text or token ids"),
+        ([b"hello"], "The prompt is bytes"),
+        (5, "The prompt is int, expected text or token ids"),
+        (["hello", 5], "The prompt is int"),
+        ([[1, 2.5]], "The prompt holds 2.5 among its token ids, expected whole numbers"),
+        ([1.0, 2.0], "The prompt holds 1.0 among"),
+        ([[1, True]], "The prompt holds True among"),
+        ([[1, "2"]], "The prompt holds '2' among"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(prompts: Any, message: str) -> None:
+    with _runtime() as runtime:
+        with pytest.raises(RequestError) as caught:
+            runtime.generate(prompts, _PARAMS)
+        assert message in str(caught.value)
+        assert runtime.generate(np.array([1, 2]), _PARAMS)[0].token_ids  # type: ignore[arg-type]
+
+
+def test_what_would_break_everyones_batch_is_refused_first() -> None:
+    with _runtime() as runtime:
+        with pytest.raises(RequestError, match="priority is 'high', expected a whole number"):
+            runtime.submit([1], _PARAMS, priority="high")  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="params is dict, expected SamplingParams"):
+            runtime.submit([1], {"max_tokens": 3})  # type: ignore[arg-type]
+        assert runtime.generate([1], _PARAMS)[0].token_ids and runtime.is_healthy
 
 
 def test_drain_refuses_new_requests_and_lets_running_ones_end() -> None:
@@ -115,10 +161,10 @@ class _BreakingSession(FakeSession):
         return super().run(inputs)
 
 
-def test_a_failing_session_reaches_every_waiting_caller() -> None:
+def test_a_failing_session_reaches_every_waiting_caller(caplog: pytest.LogCaptureFixture) -> None:
     with _runtime(_BreakingSession(fake_manifest(3))) as runtime:
         seen: list[Delta] = []
-        called = runtime.submit([4], SamplingParams(max_tokens=2000), on_delta=seen.append)
+        called = runtime.submit([4], SamplingParams(max_tokens=2000, ignore_eos=True), on_delta=seen.append)
         with pytest.raises(EngineError, match="fell off the bus"):
             runtime.generate([[1], [2]], SamplingParams(max_tokens=2000, ignore_eos=True))
         with pytest.raises(EngineError, match="fell off the bus"):
@@ -127,6 +173,9 @@ def test_a_failing_session_reaches_every_waiting_caller() -> None:
         with pytest.raises(EngineError, match="has stopped after an error"):
             runtime.generate([1], _PARAMS)
         assert not runtime.is_healthy
+    # Our own errors need no traceback: where no log is set up, it would be what a user of the command line sees.
+    stopped = [record for record in caplog.records if record.message.startswith("the engine stopped")]
+    assert [record.exc_info for record in stopped] == [None] and "fell off the bus" in stopped[0].message
 
 
 class _BrokenSession(FakeSession):
@@ -159,6 +208,17 @@ def test_closing_fails_what_still_runs() -> None:
     runtime.close()
     with pytest.raises(EngineError, match="closed"):
         handle.result(timeout=10)
+
+
+def test_closing_twice_does_no_harm_and_a_closed_runtime_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _runtime() as runtime:
+        closed: list[int] = []
+        monkeypatch.setattr(runtime.session, "close", lambda: closed.append(1))
+        runtime.close()
+        runtime.close()
+        with pytest.raises(EngineError, match="The runtime is closed and takes no requests"):
+            runtime.generate([1], _PARAMS)
+    assert closed == [1]
 
 
 def test_submitting_from_a_callback_is_refused_instead_of_waiting_for_itself(caplog: pytest.LogCaptureFixture) -> None:

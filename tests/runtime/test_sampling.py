@@ -15,7 +15,7 @@ from glm_mtp_export.runtime.sampling import Capabilities, SamplingParams, Struct
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"temperature": -0.1}, "temperature is -0.1, expected 0..inf"),
+        ({"temperature": -0.1}, "temperature is -0.1, expected 0..1e+06"),
         ({"temperature": math.nan}, "temperature is nan"),
         ({"temperature": math.inf}, "temperature is inf"),
         ({"top_p": 0.0}, "top_p is 0.0, expected above 0 and at most 1"),
@@ -25,7 +25,7 @@ from glm_mtp_export.runtime.sampling import Capabilities, SamplingParams, Struct
         ({"min_p": 2.0}, "min_p is 2.0, expected 0..1"),
         ({"presence_penalty": 2.5}, "presence_penalty is 2.5, expected -2..2"),
         ({"frequency_penalty": math.nan}, "frequency_penalty is nan"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, expected above 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, expected 1e-06..1e+06"),
         ({"logit_bias": {5: 101.0}}, "logit_bias values must lie in -100..100"),
         ({"logit_bias": {-5: 1.0}}, "need token ids of 0 or more"),
         ({"n": 0}, "n is 0, expected a whole number of 1 or more"),
@@ -38,12 +38,50 @@ from glm_mtp_export.runtime.sampling import Capabilities, SamplingParams, Struct
         ({"logprobs": -1}, "logprobs is -1"),
         ({"thinking_budget": -1}, "thinking_budget is -1"),
         ({"structured_output": StructuredOutput(regex="a"), "ignore_eos": True}, "cannot go with ignore_eos"),
+        # What the arrays of a call cannot hold, or hold as something else: it would end everyone's requests.
+        ({"top_k": 2**31}, "top_k is 2147483648, expected at most 2147483647"),
+        ({"temperature": 1e300}, "temperature is 1e+300, expected 0..1e+06"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty is 1e-300, expected 1e-06..1e+06"),
+        ({"temperature": "0.5"}, "temperature is '0.5', expected 0..1e+06"),
+        ({"temperature": True}, "temperature is True"),
+        ({"top_p": None}, "top_p is None"),
+        ({"top_k": None}, "top_k is None"),
+        ({"seed": 1.5}, "seed is 1.5, expected a 64-bit signed integer"),
+        ({"stop": 5}, "stop is (5,), expected strings"),
+        ({"stop": ("a", None)}, "stop is ('a', None), expected strings"),
+        ({"stop_token_ids": ("x",)}, "need token ids of 0 or more"),
+        ({"logit_bias": {"5": 1.0}}, "need token ids of 0 or more"),
+        ({"logit_bias": {5: "1"}}, "logit_bias values must lie in -100..100"),
+        ({"logit_bias": [5]}, "logit_bias is [5], expected a mapping of token ids to biases"),
+        ({"ignore_eos": "no"}, "ignore_eos is 'no', expected True or False"),
+        ({"structured_output": "{}"}, "structured_output is '{}', expected a StructuredOutput"),
     ],
 )
 def test_values_out_of_range(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**fields)
     assert message in str(caught.value) and str(caught.value).startswith("Sampling parameters: ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "found none, expected exactly one of json_schema, json_object, regex, grammar, choice, structural_tag"),
+        ({"regex": "a", "json_object": True}, "found json_object, regex"),
+        ({"json_schema": {"type": "object"}}, "json_schema is {'type': 'object'}, expected text; json.dumps makes it"),
+        ({"regex": 5}, "regex is 5, expected text"),
+        ({"choice": ("yes", 1)}, "choice is ('yes', 1), expected strings"),
+        ({"json_object": "yes"}, "json_object is 'yes', expected True or False"),
+    ],
+)
+def test_structures_that_are_none(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        StructuredOutput(**fields)
+    assert message in str(caught.value) and str(caught.value).startswith("structured_output: ")
+
+
+def test_one_choice_may_be_given_as_a_string() -> None:
+    assert StructuredOutput(choice="yes").choice == ("yes",)  # type: ignore[arg-type]
 
 
 def test_all_problems_come_together() -> None:
