@@ -32,11 +32,20 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from glm_mtp_export.errors import CheckpointError, RequestError
 from glm_mtp_export.runtime.tokenizer import Tokenizer
 
-__all__ = ["MAX_PROMPT_CHARACTERS", "MAX_RENDER_SECONDS", "ChatTemplate", "messages_for_template"]
+__all__ = [
+    "MAX_PROMPT_CHARACTERS",
+    "MAX_RENDER_SECONDS",
+    "ChatTemplate",
+    "check_template_variables",
+    "messages_for_template",
+]
 
 MAX_PROMPT_CHARACTERS = 16_000_000  # a million tokens of long words, and any text on the way there
 MAX_RENDER_SECONDS = 10.0
 _MAX_INTEGER_BITS = 4096
+_RESERVED_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize"}
+)
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -61,7 +70,7 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(
-                f"{origin}: line {error.lineno}: {error.message}. Fetch the template again."
+                f"{origin}: line {error.lineno}: {str(error.message).rstrip('.')}. Fetch the template again."
             ) from error
 
     @classmethod
@@ -84,6 +93,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        /,  # a variable may be called `self`
         *,
         add_generation_prompt: bool = True,
         **variables: Any,
@@ -119,6 +129,13 @@ class ChatTemplate:
                 f"The chat template cannot render this conversation ({type(error).__name__}: {error}). "
                 "Check the fields of messages and tools."
             ) from error
+
+
+def check_template_variables(variables: Mapping[str, Any]) -> None:
+    """Refuse a client's `chat_template_kwargs` that would take the place of the request's own fields."""
+    reserved = sorted(_RESERVED_VARIABLES & variables.keys())
+    if reserved:
+        raise RequestError(f"chat_template_kwargs: {reserved} cannot be set. Use the request's own fields.")
 
 
 def messages_for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ and hands the application a body that `json.loads` cannot stumble over. Disconne
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 __all__ = ["MAX_JSON_DEPTH", "BodyLimits", "error_body", "json_depth_exceeds"]
 
+_MOST_DISCARDED = 256 << 20  # bytes of a body that is too large
 MAX_JSON_DEPTH = 64
 """Deeper than any schema or message in use, far from Python's recursion limit."""
 
@@ -62,6 +64,7 @@ class BodyLimits:
             return
         declared = dict(scope["headers"]).get(b"content-length", b"")
         if declared.isdigit() and int(declared) > self._max_bytes:
+            await self._discard(receive)
             await self._refuse(send, 413, self._too_large())
             return
         try:
@@ -73,6 +76,8 @@ class BodyLimits:
             return  # the client left
         problem = self._problem(body)
         if problem is not None:
+            if len(body) > self._max_bytes:
+                await self._discard(receive)
             await self._refuse(send, *problem)
             return
         await self._app(scope, _replayed(body, receive), send)
@@ -104,9 +109,24 @@ class BodyLimits:
             if size > self._max_bytes or not message.get("more_body", False):
                 return b"".join(chunks)
 
+    async def _discard(self, receive: Receive) -> None:
+        """Read on, keeping nothing, so that a client that still sends gets to read its answer: closing a connection with unread
+        bytes resets it. A body without end is cut off."""
+
+        async def read() -> None:
+            size = 0
+            while size < _MOST_DISCARDED:
+                message = await receive()
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+                size += len(message.get("body", b""))
+
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(read(), self._read_seconds)
+
     async def _refuse(self, send: Send, status: int, message: str) -> None:
         body = error_body(message, "invalid_request_error")
-        # The rest of the body is not read: the connection cannot be used again.
+        # The body may not have been read to its end: the connection cannot be used again.
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         headers.append((b"connection", b"close"))
         await send({"type": "http.response.start", "status": status, "headers": headers})

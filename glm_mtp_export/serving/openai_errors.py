@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from typing import Any
 
@@ -15,6 +16,7 @@ from glm_mtp_export.serving.front import QueueFullError, UnavailableError
 from glm_mtp_export.serving.http_limits import error_body
 from glm_mtp_export.serving.openai_requests import UnknownModelError
 from glm_mtp_export.serving.openai_responses import SequenceFailedError
+from glm_mtp_export.serving.openai_schema import CalledFunction, ChatCompletionRequest, ChatMessage, CompletionRequest
 
 __all__ = ["TimeLimitError", "message_of", "on_error", "on_http_exception", "on_invalid_body", "refusal", "status_of"]
 
@@ -68,23 +70,46 @@ def on_error(request: HttpRequest, error: Exception) -> Response:
 def on_invalid_body(request: HttpRequest, error: Exception) -> Response:
     """Handler of bodies that are no JSON or break the schema."""
     assert isinstance(error, RequestValidationError)
-    found = [_problem(problem) for problem in error.errors()[:5]]
-    message = "; ".join(f"{where or 'body'}: {text}" for where, text in found)
-    return refusal(400, "invalid_request_error", message, param=found[0][0])
+    kind = request.headers.get("content-type", "none").split(";")[0].strip()
+    if isinstance(error.body, bytes) and not kind.endswith("json"):
+        message = f"body: the content-type is {kind}, expected application/json. Set this header."
+        return refusal(400, "invalid_request_error", message)
+    found = dict(_problem(problem) for problem in reversed(error.errors()))
+    shown = list(reversed(found.items()))[:_MOST_PROBLEMS]
+    message = "; ".join(f"{where or 'body'}: {text}" for where, text in shown)
+    return refusal(400, "invalid_request_error", message, param=shown[0][0])
+
+
+_MOST_PROBLEMS = 5
+_MODELS = (ChatCompletionRequest, CompletionRequest, ChatMessage, CalledFunction)
+# Fields that take several kinds of value, and which: pydantic would report each kind on its own.
+_KINDS = {name: f.description for model in _MODELS for name, f in model.model_fields.items() if f.description}
 
 
 def _problem(problem: dict[str, Any]) -> tuple[str | None, str]:
     """Field and message of one of pydantic's findings."""
     if problem["type"] == "json_invalid":
         return None, f"not JSON at character {problem['loc'][-1]} ({problem.get('ctx', {}).get('error', 'invalid')})"
-    where = ".".join(str(step) for step in problem["loc"] if step != "body")[:200]
-    return where or None, str(problem["msg"])
+    steps = [step for step in problem["loc"] if step != "body"]
+    for index, step in enumerate(steps[:-1]):
+        if step in _KINDS:
+            return ".".join(map(str, steps[: index + 1])), f"expected {_KINDS[step]}"
+    where = ".".join(map(str, steps))[:200] or None
+    if problem["type"] == "extra_forbidden":
+        fields = {name for model in _MODELS[:2] for name in model.model_fields} if len(steps) == 1 else set()
+        near = difflib.get_close_matches(str(steps[-1]), sorted(fields), 1)
+        hint = f"Did you mean {near[0]!r}?" if near else "Leave it out; GET /openapi.json lists all fields."
+        return where, f"unknown field. {hint}"
+    return where, str(problem["msg"]).removeprefix("Value error, ")
 
 
 def on_http_exception(request: HttpRequest, error: Exception) -> Response:
     """Handler of unknown paths and methods."""
     assert isinstance(error, HTTPException)
-    response = refusal(error.status_code, "invalid_request_error", str(error.detail))
+    message = str(error.detail)
+    if error.status_code in (404, 405):
+        message = f"{request.method} {request.url.path[:200]}: {message}. GET /openapi.json lists what is served."
+    response = refusal(error.status_code, "invalid_request_error", message)
     for name, value in (error.headers or {}).items():
         response.headers[name] = value
     return response

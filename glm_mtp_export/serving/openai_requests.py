@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from glm_mtp_export.chat.reasoning import prompt_opens_thinking
-from glm_mtp_export.chat.template import messages_for_template
+from glm_mtp_export.chat.template import check_template_variables, messages_for_template
 from glm_mtp_export.errors import MissingDependencyError, RequestError
 from glm_mtp_export.runtime.request import Request
 from glm_mtp_export.runtime.sampling import SamplingParams, StructuredOutput
@@ -28,9 +28,6 @@ from glm_mtp_export.serving.served_model import ServedModel
 __all__ = ["PreparedPrompt", "PreparedRequest", "UnknownModelError", "prepare_chat", "prepare_completion"]
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions only
-_RESERVED_VARIABLES = frozenset(
-    {"messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize"}
-)
 
 
 @dataclass(frozen=True)
@@ -70,6 +67,10 @@ def prepare_chat(body: ChatCompletionRequest, model: ServedModel, request_id: st
     ids = model.tokenizer.encode(prompt)
     thinking = prompt_opens_thinking(ids, model.tokenizer)
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if body.max_tokens is not None and body.max_tokens != max_tokens:
+        raise RequestError(
+            f"max_tokens is {body.max_tokens} and max_completion_tokens {max_tokens}. They mean the same: send one of them."
+        )
     params = _sampling_params(
         body,
         model,
@@ -206,9 +207,7 @@ def _offered_tools(body: ChatCompletionRequest) -> list[dict[str, Any]]:
 
 def _template_variables(body: ChatCompletionRequest) -> dict[str, Any]:
     variables = dict(body.chat_template_kwargs or {})
-    reserved = sorted(_RESERVED_VARIABLES & variables.keys())
-    if reserved:
-        raise RequestError(f"chat_template_kwargs: {reserved} cannot be set. Use the request's own fields.")
+    check_template_variables(variables)
     if body.thinking is not None:
         variables["enable_thinking"] = body.thinking.type == "enabled"
         if body.thinking.clear_thinking is not None:

@@ -92,11 +92,6 @@ class Answer:
             for i in range(prompt.request.params.n):
                 self._choices[prompt.request.request_id, i] = self._choice(prompt, i)
 
-    @property
-    def is_complete(self) -> bool:
-        """True when every sequence has ended."""
-        return all(choice.completion is not None for choice in self._choices.values())
-
     # ---- streaming
 
     def opening_chunks(self) -> Iterator[dict[str, Any]]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 __all__ = [
+    "CalledFunction",
     "ChatCompletionRequest",
     "ChatMessage",
     "CompletionRequest",
@@ -26,8 +27,17 @@ __all__ = [
 MAX_CHOICES = 128
 MAX_LIST = 2048
 
-_Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+def _refuse_flags_and_text(value: Any) -> Any:
+    """pydantic would read true as 1 and "0.5" as 0.5."""
+    if isinstance(value, bool | str):
+        raise ValueError("expected a number")
+    return value
+
+
+_NUMBER = BeforeValidator(_refuse_flags_and_text)
+_Int64 = Annotated[int, _NUMBER, Field(ge=-(2**63), lt=2**63)]
+_TokenId = Annotated[int, _NUMBER, Field(ge=0, lt=2**31)]
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -67,7 +77,7 @@ class CalledFunction(_Open):
     """`arguments` is JSON text as the server sent it, or an object."""
 
     name: _Name
-    arguments: str | dict[str, Any] | None = None
+    arguments: str | dict[str, Any] | None = Field(None, description="JSON text, or an object")
 
 
 class ToolCallMessage(_Open):
@@ -89,7 +99,9 @@ class ChatMessage(_Open):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ContentPart], Field(max_length=MAX_LIST)] | None = None
+    content: str | Annotated[list[ContentPart], Field(max_length=MAX_LIST)] | None = Field(
+        None, description="text, or a list of text parts"
+    )
     reasoning_content: str | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCallMessage], Field(max_length=MAX_LIST)] | None = None
@@ -139,25 +151,27 @@ class SamplingFields(_Strict):
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = 0
-    temperature: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
+    n: Annotated[int, _NUMBER, Field(ge=1, le=MAX_CHOICES)] | None = 1
+    max_tokens: Annotated[int, _NUMBER, Field(ge=0, lt=2**31)] | None = None
+    min_tokens: Annotated[int, _NUMBER, Field(ge=0, lt=2**31)] | None = 0
+    temperature: Annotated[float, _NUMBER, Field(ge=0.0, le=100.0)] | None = None
+    top_p: Annotated[float, _NUMBER, Field(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, _NUMBER, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, _NUMBER, Field(ge=0.0, le=1.0)] | None = None
+    presence_penalty: Annotated[float, _NUMBER, Field(ge=-2.0, le=2.0)] | None = 0.0
+    frequency_penalty: Annotated[float, _NUMBER, Field(ge=-2.0, le=2.0)] | None = 0.0
+    repetition_penalty: Annotated[float, _NUMBER, Field(gt=0.0, le=100.0)] | None = None
+    logit_bias: dict[str, Annotated[float, _NUMBER, Field(ge=-100.0, le=100.0)]] | None = None
     seed: _Int64 | None = None
-    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=64)] | None = Field(
+        None, description="one text, or a list of at most 64 texts"
+    )
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_LIST)] | None = None
     include_stop_str_in_output: bool | None = False
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
     speculative: bool | None = True
-    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = 0
+    priority: Annotated[int, _NUMBER, Field(ge=-1000, le=1000)] | None = 0
     response_format: ResponseFormat | None = None
     return_token_ids: bool | None = False
     user: str | None = None
@@ -173,14 +187,16 @@ class ChatCompletionRequest(SamplingFields):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_LIST * 8)]
     tools: Annotated[list[Tool], Field(max_length=MAX_LIST)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
+        None, description='\'none\', \'auto\', \'required\', or {"type": "function", "function": {"name": ...}}'
+    )
     parallel_tool_calls: bool | None = True
-    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, _NUMBER, Field(ge=0, lt=2**31)] | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, _NUMBER, Field(ge=0, le=20)] | None = None
     enable_thinking: bool | None = None
     thinking: ThinkingOption | None = None
-    thinking_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    thinking_budget: Annotated[int, _NUMBER, Field(ge=0, lt=2**31)] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "max"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -193,11 +209,11 @@ class CompletionRequest(SamplingFields):
         | Annotated[list[_TokenId], Field(min_length=1)]
         | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
         | Annotated[list[Annotated[list[_TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
-    )
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    ) = Field(description=f"text, token ids, or a list of at most {MAX_CHOICES} of either")
+    logprobs: Annotated[int, _NUMBER, Field(ge=0, le=20)] | None = None
     echo: bool | None = False
     suffix: str | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, _NUMBER, Field(ge=1, le=MAX_CHOICES)] | None = None
 
 
 class ErrorBody(BaseModel):

@@ -114,6 +114,12 @@ def test_two_calls_have_their_own_ids(server: RunningServer) -> None:
     assert len({call.id for call in calls}) == 2 and [call.index for call in calls] == [0, 1]
 
 
+def test_a_template_variable_of_any_name_is_taken(shared_server: RunningServer) -> None:
+    for name in ("self", "prompt", "a b", "loop"):
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "chat_template_kwargs": {name: 1}}
+        assert shared_server.post("/v1/chat/completions", body).status_code == 200, name
+
+
 def test_tool_choice_none_shows_the_model_no_tools(server: RunningServer) -> None:
     answer = server.openai.chat.completions.create(
         model="nano", messages=user("hello"), tools=TOOLS, tool_choice="none"

@@ -13,7 +13,7 @@ from typing import Any
 
 from glm_mtp_export.chat.parser import ChatDelta, ChatParser
 from glm_mtp_export.chat.reasoning import prompt_opens_thinking
-from glm_mtp_export.chat.template import messages_for_template
+from glm_mtp_export.chat.template import check_template_variables, messages_for_template
 from glm_mtp_export.errors import RequestError
 from glm_mtp_export.runtime.request import Completion, Delta, Request
 from glm_mtp_export.runtime.sampling import SamplingParams, StructuredOutput
@@ -80,11 +80,7 @@ class Generation:
         if not all(isinstance(entry, dict) for entry in (*messages, *tools)):
             raise RequestError("messages and tools must be JSON lists of objects.")
         variables = self._json("chat_template_kwargs", dict)
-        reserved = sorted(
-            {"messages", "tools", "documents", "add_generation_prompt", "chat_template"} & variables.keys()
-        )
-        if reserved:
-            raise RequestError(f"chat_template_kwargs: {reserved} cannot be set. Use the request's own fields.")
+        check_template_variables(variables)
         prompt = self._model.template.render(messages_for_template(messages), tools or None, **variables)
         ids = self._model.tokenizer.encode(prompt)
         self._parser = ChatParser(starts_in_thinking=prompt_opens_thinking(ids, self._model.tokenizer), tools=tools)
