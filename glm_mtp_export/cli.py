@@ -19,7 +19,8 @@ import click
 from rich.console import Console
 
 from glm_mtp_export import __version__
-from glm_mtp_export.errors import GlmMtpError, MissingDependencyError, OptionError
+from glm_mtp_export.engine_manifest import BACKENDS
+from glm_mtp_export.errors import EngineError, GlmMtpError, MissingDependencyError, OptionError
 
 __all__ = ["main"]
 
@@ -146,6 +147,21 @@ def _stopping_cleanly() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _backend(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The option of commands that run an engine."""
+    kinds = click.Choice(BACKENDS)
+    return click.option("--backend", type=kinds, default="onnxruntime", show_default=True)(command)
+
+
+def _picture(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """A picture's path, refused before the command's work where nothing could be written to it."""
+    if value is not None:
+        from glm_mtp_export.pictures import check_picture
+
+        check_picture(value, parameter.opts[0])
+    return value
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="glm-mtp")
 def main() -> None:
@@ -246,7 +262,7 @@ def export(
 
 @main.command("build-engine")
 @click.argument("artifact", type=_DIRECTORY)
-@click.option("--backend", type=click.Choice(["onnxruntime", "tensorrt", "tensorrt-rtx"]), default=None)
+@click.option("--backend", type=click.Choice(BACKENDS), default=None, help="Default: the profile's.")
 @click.option("--profile", default=None, help="Name in engines/ or a TOML file; default: nano-cpu.")
 @click.option("--check-only", is_flag=True, help="Build without a GPU to check the graph; the engine is not kept.")
 @click.option("--plugins", type=_DIRECTORY, default=None, help="Plugin library; default: what build-plugins made.")
@@ -268,6 +284,17 @@ def build_engine(
     if backend is not None:
         chosen = dataclasses.replace(chosen, backend=backend)
     if chosen.backend == "onnxruntime":
+        unused = {
+            "--check-only": check_only,
+            "--plugins": plugins is not None,
+            "--strict-plugins": strict_plugins,
+            "--timing-cache": timing_cache is not None,
+        }
+        if any(unused.values()):
+            given = ", ".join(name for name, is_given in unused.items() if is_given)
+            raise OptionError(
+                f"{given}: for the tensorrt backends only, this build is for onnxruntime. Add --backend, or a --profile."
+            )
         from glm_mtp_export.engine.onnxruntime import build
 
         engine, check = build(artifact, chosen)
@@ -320,7 +347,7 @@ def build_plugins_command(arch: str, build_dir: Path | None, tensorrt_root: Path
 @click.option("--min-p", type=float, default=0.0, show_default=True)
 @click.option("--seed", type=int, default=None)
 @click.option("--stop", multiple=True, help="Stop string; repeatable.")
-@click.option("--backend", default="onnxruntime", show_default=True)
+@_backend
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with ids, reasons and statistics.")
 def generate(
     artifact: Path,
@@ -357,6 +384,9 @@ def generate(
             for result in results:
                 click.echo(result.completions[0].text)
             click.echo(summary(runtime.statistics), err=True)
+        for place, result in enumerate(results):
+            if result.finish_reason == "error":
+                raise EngineError(f"answer {place + 1} of {len(results)} broke off: {result.completions[0].error}.")
 
 
 def _followed(artifact: Path, backend: str) -> bool:
@@ -388,7 +418,7 @@ def _completion_json(result: Any) -> dict[str, Any]:
 
 @main.command()
 @click.argument("artifact", type=_DIRECTORY)
-@click.option("--backend", default="onnxruntime", show_default=True)
+@_backend
 @click.option("--num-prompts", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--json", "as_json", is_flag=True)
@@ -446,7 +476,9 @@ def demo(output: Path | None, num_speculative_tokens: int) -> None:
     *_speculative("--num-speculative-tokens"), "num_speculative_tokens", type=int, default=3, show_default=True
 )
 @click.option("--expert-parallel", is_flag=True, help="Whole experts per rank instead of slices of each.")
-@click.option("--picture", type=_DIRECTORY, default=None, help="Write stacked bars per rank (.png or .svg).")
+@click.option(
+    "--picture", type=_DIRECTORY, default=None, callback=_picture, help="Write stacked bars per rank (.png or .svg)."
+)
 @click.option("--json", "as_json", is_flag=True)
 @_mtp_checkpoint
 def plan(checkpoint: Path, as_json: bool, picture: Path | None, mtp_checkpoint: Path | None, **sizes: Any) -> None:
@@ -465,8 +497,8 @@ def plan(checkpoint: Path, as_json: bool, picture: Path | None, mtp_checkpoint: 
 @main.command()
 @click.argument("artifact", type=_DIRECTORY)
 @click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", type=int, default=8000, show_default=True)
-@click.option("--backend", default="onnxruntime", show_default=True)
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free one.")
+@_backend
 @click.option("--model-name", default=None, help="Name in /v1/models; default: the folder's name.")
 def serve(artifact: Path, host: str, port: int, backend: str, model_name: str | None) -> None:
     """Serve an OpenAI-compatible endpoint. Under torchrun or mpirun, rank 0 serves and the other ranks work for it."""
@@ -480,9 +512,11 @@ def serve(artifact: Path, host: str, port: int, backend: str, model_name: str | 
 @main.command()
 @click.argument("artifact", type=_DIRECTORY)
 @click.option("-o", "--output", type=_DIRECTORY, required=True, help="Model repository to write.")
-@click.option("--backend", default="onnxruntime", show_default=True)
+@_backend
 @click.option("--model-name", default="glm_mtp", show_default=True, help="Streaming model; the other adds _generate.")
-@click.option("--max-sequences", type=int, default=512, show_default=True, help="Running and waiting requests.")
+@click.option(
+    "--max-sequences", type=click.IntRange(min=1), default=512, show_default=True, help="Running and waiting requests."
+)
 @click.option(
     "--execution-environment", type=_DIRECTORY, default=None, help="Folder or .tar.gz for Triton's Python stub."
 )
@@ -511,18 +545,17 @@ def bench() -> None:
 @click.option("--first-token-goal", type=float, default=1.0, show_default=True, help="Seconds.")
 @click.option("--per-token-goal", type=float, default=0.1, show_default=True, help="Seconds.")
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--backend", default="onnxruntime", show_default=True)
-@click.option("--plot", type=click.Path(path_type=Path), default=None, help="Picture to write, .png or .svg.")
+@_backend
+@click.option("--plot", type=_DIRECTORY, default=None, callback=_picture, help="Picture to write, .png or .svg.")
 @click.option("--json", "as_json", is_flag=True)
 def bench_serve(
     artifact: Path, prompts: Path | None, backend: str, plot: Path | None, as_json: bool, **load: Any
 ) -> None:
     """Replay a Poisson load; print latencies, throughput and goodput."""
     from glm_mtp_export.runtime import Runtime
-    from glm_mtp_export.runtime.load_bench import LoadOptions, run_load
+    from glm_mtp_export.runtime.load_bench import LoadOptions, read_prompts, run_load
 
-    lines = () if prompts is None else tuple(filter(None, prompts.read_text(encoding="utf-8").splitlines()))
-    options = LoadOptions(prompts=lines, **load)
+    options = LoadOptions(prompts=() if prompts is None else read_prompts(prompts), **load)
     with Runtime.load(artifact, backend) as runtime:
         report = run_load(runtime, options)
     if plot is not None:

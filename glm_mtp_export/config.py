@@ -12,23 +12,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from glm_mtp_export.errors import ConfigError
+from glm_mtp_export.errors import ConfigError, OptionError
 from glm_mtp_export.json_fields import Fields, is_int, read_json_object
 
 __all__ = [
     "DENSE",
     "FULL",
+    "MAX_SPECULATIVE_TOKENS",
     "SHARED",
     "SPARSE",
     "ModelConfig",
     "ParallelConfig",
     "SpeculationConfig",
+    "check_num_speculative_tokens",
     "load_config",
     "parse_config",
 ]
 
 FULL, SHARED = "full", "shared"
 DENSE, SPARSE = "dense", "sparse"
+MAX_SPECULATIVE_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,12 @@ class SpeculationConfig:
     def draft_width(self) -> int:
         """Columns of `draft_tokens`; never zero, since engines refuse empty dimensions."""
         return max(self.num_speculative_tokens, 1)
+
+
+def check_num_speculative_tokens(count: int) -> None:
+    """Raise OptionError for a number of drafts that no step graph is made for."""
+    if not 0 <= count <= MAX_SPECULATIVE_TOKENS:
+        raise OptionError(f"--num-speculative-tokens is {count}, expected 0..{MAX_SPECULATIVE_TOKENS}.")
 
 
 @dataclass(frozen=True)

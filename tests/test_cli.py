@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from glm_mtp_export.checkpoint.synthetic import write_synthetic
 from glm_mtp_export.cli import main
 from glm_mtp_export.demo import nano_checkpoint
 
@@ -101,9 +100,8 @@ def test_doctor_names_what_is_missing_and_how_to_get_it():
 
 
 def test_speculative_config_spellings_are_the_same_options(tmp_path):
-    checkpoint = write_synthetic(tmp_path / "t6")
     code, stdout, stderr = run(
-        "export", checkpoint, "-o", tmp_path / "out",
+        "export", nano_checkpoint(), "-o", tmp_path / "out",
         "--speculative-config.num-speculative-tokens", 2,
         "--speculative-config.use-relaxed-acceptance-for-thinking",
         "--speculative-config.relaxed-topk", 5, "--speculative-config.relaxed-delta", 0.1,

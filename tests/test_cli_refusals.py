@@ -25,6 +25,7 @@ from glm_mtp_export.cli import main
 from glm_mtp_export.config import SpeculationConfig
 from glm_mtp_export.demo import nano_checkpoint
 from glm_mtp_export.export import ExportOptions, export_checkpoint
+from glm_mtp_export.runtime import Completion, GenerationResult, Runtime
 
 Edit = Callable[[dict[str, Tensor]], None]
 
@@ -122,7 +123,8 @@ OPTIONS: list[tuple[tuple[object, ...], str]] = [
     (("--num-speculative-tokens", 9), "--num-speculative-tokens is 9, expected 0..8"),
     (("--num-logprobs", -5), "--num-logprobs is -5, expected -1 (none), 0 or more"),
     (("--num-logprobs", 5000), "--num-logprobs is 5000, the tokenizer has 320 ids"),
-    (("--use-relaxed-acceptance-for-thinking", "--relaxed-topk", 321), "--relaxed-topk is 321, the tokenizer has 320"),
+    (("--relaxed-topk", 5), "--relaxed-topk would change nothing without --use-relaxed-acceptance-for-thinking"),
+    (("--relaxed-delta", 0.1, "--relaxed-topk", 2), "--relaxed-topk and --relaxed-delta would change nothing"),
     (("--use-relaxed-acceptance-for-thinking", "--relaxed-delta", "nan"), "--relaxed-delta is nan"),
     (("--cache-dtype", "float8_e4m3fn"), "--cache-dtype is 'float8_e4m3fn', expected float32"),
     (("--dtype", "float8_e4m3fn"), "or the portable dialect without --dtype"),
@@ -135,6 +137,21 @@ OPTIONS: list[tuple[tuple[object, ...], str]] = [
 def test_options_that_cannot_be_met(tmp_path: Path, options: tuple[object, ...], message: str) -> None:
     assert message in refused("export", write_synthetic(tmp_path / "t6"), "-o", tmp_path / "out", *options)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t6"]
+
+
+def test_relaxed_acceptance_looks_at_no_more_tokens_than_there_are(tmp_path: Path) -> None:
+    relaxed = ("--use-relaxed-acceptance-for-thinking", "--relaxed-topk", 483)
+    line = refused("export", nano_checkpoint(), "-o", tmp_path / "out", *relaxed)
+    assert "--relaxed-topk is 483, the tokenizer has 482" in line
+
+
+def test_relaxed_acceptance_needs_a_tokenizer_that_marks_thinking(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "c"
+    shutil.copytree(nano_checkpoint(), checkpoint)
+    tokenizer = (checkpoint / "tokenizer.json").read_text(encoding="utf-8")
+    (checkpoint / "tokenizer.json").write_text(tokenizer.replace("<think>", "<muse>"), encoding="utf-8")
+    line = refused("export", checkpoint, "-o", tmp_path / "out", "--use-relaxed-acceptance-for-thinking")
+    assert "tokenizer.json has no <think>, so there is no thinking phase to relax" in line
 
 
 def test_outputs_that_cannot_be_written_are_known_before_the_work(
@@ -177,6 +194,14 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def edited(artifact: Path, section: str | None, **fields: object) -> None:
+    """Change fields of the manifest, or of one of its sections."""
+    path = artifact / "manifest.json"
+    raw = json.loads(path.read_text())
+    (raw if section is None else raw[section]).update(fields)
+    path.write_text(json.dumps(raw))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -184,9 +209,19 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (lambda a: cut(a / "weights.bin"), "weights.bin has"),
         (lambda a: (a / "step.onnx").write_bytes(b"?"), "step.onnx has 1 bytes"),
         (lambda a: (a / "manifest.json").write_text("{"), "manifest.json: not a manifest of this release"),
-        (lambda a: (a / "manifest.json").unlink(), "manifest.json: cannot be read"),
+        (lambda a: (a / "manifest.json").unlink(), "manifest.json: cannot be read (No such file or directory)"),
+        (lambda a: edited(a, "speculation", num_speculative_tokens=2),
+         "found ('next_draft_tokens', 'int32', ('B', 1)), expected ('next_draft_tokens', 'int32', ('B', 2))"),
+        (lambda a: edited(a, "config", vocab_size="320"), "vocab_size is '320', expected int"),
+        (lambda a: edited(a, "config", eos_token_ids=["x"]), "eos_token_ids is ('x',), expected tuple[int, ...]"),
+        (lambda a: edited(a, "config", index_head_dim=8), "caches: found ('target_indexer.0', 1, 'N', 64, 16, 'float32')"),
+        (lambda a: edited(a, None, dialect="mobile"), "dialect is 'mobile', expected 'portable' or 'device'"),
+        (lambda a: edited(a, None, thinking_token_ids={"think": None}), "thinking_token_ids is {'think': None}"),
+        (lambda a: edited(a, None, color="red"), "unexpected keyword argument 'color'"),
+        (lambda a: edited(a, None, format_version=99), "format_version is 99, this release reads 1"),
     ],
-    ids=["no weights", "cut weights", "other graph", "damaged manifest", "no manifest"],
+    ids=["no weights", "cut weights", "other graph", "damaged manifest", "no manifest", "other K", "text for a number",
+         "ids that are none", "other cache", "unknown dialect", "marker without an id", "unknown field", "other version"],
 )  # fmt: skip
 def test_damaged_artifacts(tmp_path: Path, artifact: Path, damage: Callable[[Path], object], message: str) -> None:
     broken = tmp_path / "broken"
@@ -196,6 +231,48 @@ def test_damaged_artifacts(tmp_path: Path, artifact: Path, damage: Callable[[Pat
     for command in (("build-engine",), ("generate", "-p", "x"), ("verify",)):
         assert message in refused(*command, broken), command
     assert sorted(p.relative_to(broken) for p in broken.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("build-engine", "--check-only"), "--check-only: for the tensorrt backends only"),
+        (("build-engine", "--strict-plugins", "--plugins", "x.so"), "--plugins, --strict-plugins: for the tensorrt"),
+        (("build-engine", "--timing-cache", "x"), "--timing-cache: for the tensorrt backends only"),
+        (
+            ("generate", "-p", "x", "--backend", "onnx"),
+            "'onnx' is not one of 'onnxruntime', 'tensorrt', 'tensorrt-rtx'",
+        ),
+        (("generate", "-p", "x", "--top-k", 2**40), "top_k is 1099511627776, expected at most 2147483647"),
+        (("serve", "--port", 99999), "99999 is not in the range 0<=x<=65535"),
+        (("triton", "-o", "out", "--max-sequences", 0), "0 is not in the range x>=1"),
+        (("bench", "serve", "--plot", "load.txt"), "--plot is load.txt, expected a name that ends in .png or .svg"),
+        (("bench", "serve", "--plot", "nowhere/load.png"), "nowhere is no folder"),
+        (("bench", "serve", "--prompts", os.devnull), f"--prompts {os.devnull}: holds no prompt"),
+    ],
+)
+def test_options_that_would_change_nothing_or_fail_late(
+    artifact: Path, arguments: tuple[object, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(*arguments, artifact)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_answer_that_broke_off_is_no_success(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = Completion(0, (5,), "x", "error", error="the logits held a NaN at output token 1")
+    monkeypatch.setattr(Runtime, "generate", lambda self, prompts, params: [GenerationResult("r", (1,), (lost,))])
+    monkeypatch.setattr("glm_mtp_export.runtime.runtime.Tokenizer.load", lambda path: None)
+    line = refused("generate", artifact, "-p", "x")
+    assert "answer 1 of 1 broke off: the logits held a NaN at output token 1." in line
+
+
+def test_a_plan_for_more_drafts_than_an_export_takes_is_refused(tmp_path: Path) -> None:
+    t6 = write_synthetic(tmp_path / "t6")
+    assert "expected 0..8" in refused("plan", t6, "--gpus", 1, "--num-speculative-tokens", 9)
+    assert "--max-total-context is -5, expected 0 (no cap) or more" in refused("plan", t6, "--max-total-context", -5)
+    assert "give --gpus 2 or more" in refused("plan", t6, "--gpus", 1, "--expert-parallel")
+    assert "--picture is x.txt, expected a name" in refused("plan", t6, "--picture", "x.txt")
 
 
 def test_verify_needs_prompts_and_tokens(artifact: Path) -> None:

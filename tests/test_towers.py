@@ -19,6 +19,7 @@ BASE = (
     "plugin_library",
     "tensorrt_toolchain",
     "cuda_device",
+    "pictures",
     "checkpoint",
 )
 COMPILE = ("ops", "graph", "export", "engine")

@@ -39,6 +39,8 @@ def check_files(view: CheckpointView, records: Path, progress: Progress | None =
         size = path.stat().st_size
         if path.name in known and known[path.name]["num_bytes"] != size:
             problems.append(f"{path.name} has {size} bytes, expected {known[path.name]['num_bytes']}")
+    if not problems and not all(_is_settled(path, known) for path in paths):
+        _write_records(records, known)  # a place that cannot be written is known before hours of reading
     for path in paths if not problems else ():
         if not _is_recorded(path, known, records, progress):
             problems.append(f"{path.name} differs from its sha256")
@@ -52,7 +54,7 @@ def check_files(view: CheckpointView, records: Path, progress: Progress | None =
 def _is_recorded(path: Path, known: dict[str, dict[str, Any]], records: Path, progress: Progress | None) -> bool:
     """Compare one shard with its record, or make the record. False: it differs."""
     stat, entry = path.stat(), known.get(path.name)
-    if entry is not None and entry["changed_ns"] == stat.st_mtime_ns:
+    if _is_settled(path, known):
         if progress:
             progress(stat.st_size)
         return True
@@ -60,9 +62,19 @@ def _is_recorded(path: Path, known: dict[str, dict[str, Any]], records: Path, pr
     if entry is not None and entry["sha256"] != found:
         return False
     known[path.name] = {"num_bytes": stat.st_size, "changed_ns": stat.st_mtime_ns, "sha256": found}
+    _write_records(records, known)
+    return True
+
+
+def _is_settled(path: Path, known: dict[str, dict[str, Any]]) -> bool:
+    """True for a shard that has not been touched since it was recorded."""
+    entry = known.get(path.name)
+    return entry is not None and entry["changed_ns"] == path.stat().st_mtime_ns
+
+
+def _write_records(records: Path, known: dict[str, dict[str, Any]]) -> None:
     with replacing(records) as temporary:
         temporary.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
-    return True
 
 
 def _sha256(path: Path, progress: Callable[[int], None] | None) -> str:

@@ -20,8 +20,9 @@ from glm_mtp_export.artifact import DEVICE, PAGE_SIZE, WeightEntry, cache_specs
 from glm_mtp_export.checkpoint.plan import BFLOAT16, FLOAT8, stored_dtype, weight_plan
 from glm_mtp_export.checkpoint.sharding import rank_plan
 from glm_mtp_export.checkpoint.view import CheckpointView
-from glm_mtp_export.config import ModelConfig, ParallelConfig
+from glm_mtp_export.config import ModelConfig, ParallelConfig, check_num_speculative_tokens
 from glm_mtp_export.errors import CheckpointError, OptionError
+from glm_mtp_export.pictures import check_picture, new_figure
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -235,10 +236,14 @@ def plan_memory(
         ("--max-batch", max_batch),
         ("--max-tokens", max_tokens),
         ("--gpu-memory", gpu_memory),
-        ("--max-total-context", max_total_context or None),
     ):
         if value is not None and not value > 0:
             raise OptionError(f"{name} is {value}, expected more than 0.")
+    if max_total_context < 0:
+        raise OptionError(f"--max-total-context is {max_total_context}, expected 0 (no cap) or more.")
+    if expert_parallel and gpus == 1:
+        raise OptionError("--expert-parallel deals experts out to ranks: give --gpus 2 or more.")
+    check_num_speculative_tokens(num_speculative_tokens)
     view = checkpoint if isinstance(checkpoint, CheckpointView) else CheckpointView.open(checkpoint)
     config, with_draft = view.config, view.has_draft and num_speculative_tokens > 0
     if max_tokens is not None and max_tokens > config.max_position_embeddings:
@@ -297,7 +302,9 @@ def render(plan: MemoryPlan) -> RenderableType:
     from rich.text import Text
 
     gib = plan.gpu_memory_bytes / GIB
-    heading = Text(f"{plan.num_gpus} GPUs of {gib:.1f} GiB, weights as {plan.dtype}")
+    heading = Text(
+        f"{plan.num_gpus} {'GPU' if plan.num_gpus == 1 else 'GPUs'} of {gib:.1f} GiB, weights as {plan.dtype}"
+    )
     table = Table()
     table.add_column("GiB on each GPU")
     table.add_column("", justify="right")
@@ -324,15 +331,8 @@ def render(plan: MemoryPlan) -> RenderableType:
 
 def draw(plan: MemoryPlan, path: Path) -> None:
     """Stacked bars per rank as PNG or SVG, by the path's suffix; needs matplotlib."""
-    if path.suffix not in (".png", ".svg"):
-        raise OptionError(f"--picture is {path}, expected a name that ends in .png or .svg.")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        from glm_mtp_export.errors import MissingDependencyError
-
-        raise MissingDependencyError("--picture needs matplotlib: pip install 'glm-mtp-export[plot]'.") from None
-    figure = Figure(figsize=(5.5 + 0.6 * len(plan.ranks), 4.5), layout="constrained")
+    check_picture(path, "--picture")
+    figure = new_figure(figsize=(5.5 + 0.6 * len(plan.ranks), 4.5), layout="constrained")
     axes = figure.subplots()
     names = [str(rank.rank) for rank in plan.ranks]
     base = [0.0] * len(names)

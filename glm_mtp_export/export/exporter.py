@@ -36,7 +36,7 @@ from glm_mtp_export.checkpoint.plan import stored_dtype, weight_plan
 from glm_mtp_export.checkpoint.sharding import rank_plan
 from glm_mtp_export.checkpoint.view import CheckpointView
 from glm_mtp_export.checkpoint.weights import materialise, write_entry
-from glm_mtp_export.config import ParallelConfig, SpeculationConfig
+from glm_mtp_export.config import ParallelConfig, SpeculationConfig, check_num_speculative_tokens
 from glm_mtp_export.errors import ArtifactError, OptionError
 from glm_mtp_export.export.assemble import (
     op_counts,
@@ -49,13 +49,12 @@ from glm_mtp_export.export.memory import ExportNeeds, export_needs, free_memory_
 from glm_mtp_export.export.reference import REFERENCE_NAME, write_reference
 from glm_mtp_export.export.semantics import semantic_choices
 from glm_mtp_export.export.trace import traced_step
-from glm_mtp_export.export.vocabulary import TOKENIZER_FILES, Vocabulary, read_vocabulary
+from glm_mtp_export.export.vocabulary import THINKING_MARKERS, TOKENIZER_FILES, Vocabulary, read_vocabulary
 
 __all__ = ["ExportOptions", "export_checkpoint"]
 
 # Beyond this, or where memory is short, no reference is made, and `build-engine` says that there was nothing to compare with.
 _REFERENCE_LIMIT_BYTES = 4 << 30
-MAX_SPECULATIVE_TOKENS = 8
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
 
@@ -79,9 +78,8 @@ class ExportOptions:
     mtp_checkpoint: Path | None = None
 
     def __post_init__(self) -> None:
-        k, spec = self.speculation.num_speculative_tokens, self.speculation
-        if not 0 <= k <= MAX_SPECULATIVE_TOKENS:
-            raise OptionError(f"--num-speculative-tokens is {k}, expected 0..{MAX_SPECULATIVE_TOKENS}.")
+        spec = self.speculation
+        check_num_speculative_tokens(spec.num_speculative_tokens)
         size = self.parallel.tensor_parallel_size
         if size < 1:
             raise OptionError(f"--tensor-parallel-size is {size}, expected 1 or more.")
@@ -95,6 +93,17 @@ class ExportOptions:
             raise OptionError(f"--relaxed-topk is {spec.relaxed_topk}, expected 1 or more.")
         if not 0.0 <= spec.relaxed_delta <= 1.0:
             raise OptionError(f"--relaxed-delta is {spec.relaxed_delta}, expected a probability, 0..1.")
+        if not spec.use_relaxed_acceptance_for_thinking:
+            unused = [
+                f"--{name.replace('_', '-')}"
+                for name in ("relaxed_topk", "relaxed_delta")
+                if getattr(spec, name) != getattr(SpeculationConfig, name)
+            ]
+            if unused:
+                raise OptionError(
+                    f"{' and '.join(unused)} would change nothing without --use-relaxed-acceptance-for-thinking. "
+                    "Add that option, or leave them out."
+                )
         if self.dialect not in (PORTABLE, DEVICE):
             raise OptionError(f"--dialect is {self.dialect!r}, expected '{PORTABLE}' or '{DEVICE}'.")
         allowed = ("float32",) if self.dialect == PORTABLE else ("bfloat16", "float8_e4m3fn")
@@ -131,7 +140,7 @@ def export_checkpoint(
     planned_dtype = dtype if options.dialect == DEVICE else options.dtype
     weights = weight_plan(view, options.dialect, planned_dtype, with_draft, num_modules)
     vocabulary = read_vocabulary(checkpoint, view.config)
-    _check_vocabulary(speculation, vocabulary.size)
+    _check_vocabulary(speculation, vocabulary)
     cache_dtype = options.cache_dtype or ("float32" if options.dialect == PORTABLE else "bfloat16")
     caches = cache_specs(view.config, options.dialect, cache_dtype, num_modules)
     needs = export_needs(weights, options.dialect, _REFERENCE_LIMIT_BYTES)
@@ -230,11 +239,18 @@ def _nearest_folder(out: Path) -> Path:
     return next(folder for folder in out.absolute().parents if folder.exists())
 
 
-def _check_vocabulary(speculation: SpeculationConfig, size: int) -> None:
-    """Refuse counts of likeliest tokens that are more than there are tokens."""
+def _check_vocabulary(speculation: SpeculationConfig, vocabulary: Vocabulary) -> None:
+    """Refuse counts of likeliest tokens that are more than there are tokens, and a thinking phase that no token marks."""
+    size = vocabulary.size
     counts = {"--num-logprobs": speculation.num_logprobs}
     if speculation.use_relaxed_acceptance_for_thinking:
         counts["--relaxed-topk"] = speculation.relaxed_topk
+        missing = [token for name, token in THINKING_MARKERS.items() if name not in vocabulary.markers]
+        if missing and vocabulary.has_tokenizer:
+            raise OptionError(
+                f"--use-relaxed-acceptance-for-thinking: the checkpoint's tokenizer.json has no {' and no '.join(missing)}, so "
+                "there is no thinking phase to relax. Leave the option out, or add the tokenizer that has them."
+            )
     for name, count in counts.items():
         if count > size:
             raise OptionError(f"{name} is {count}, the tokenizer has {size} ids. Give at most that many.")

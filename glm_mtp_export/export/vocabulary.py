@@ -11,7 +11,7 @@ import tokenizers
 from glm_mtp_export.config import ModelConfig
 from glm_mtp_export.errors import CheckpointError
 
-__all__ = ["TOKENIZER_FILES", "Vocabulary", "read_vocabulary"]
+__all__ = ["THINKING_MARKERS", "TOKENIZER_FILES", "Vocabulary", "read_vocabulary"]
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -20,15 +20,18 @@ TOKENIZER_FILES = (
     "generation_config.json",
     "config.json",
 )
-_MARKERS = {"think": "<think>", "think_end": "</think>", "tool_call": "<tool_call>"}
+THINKING_MARKERS = {"think": "<think>", "think_end": "</think>"}
+_MARKERS = THINKING_MARKERS | {"tool_call": "<tool_call>"}
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """size: logits from here on are masked; markers: ids of the tokens in _MARKERS that the tokenizer has."""
+    """size: logits from here on are masked; markers: ids of the tokens in _MARKERS that the tokenizer has; has_tokenizer: False
+    where there is no tokenizer.json to ask."""
 
     size: int
     markers: Mapping[str, int]
+    has_tokenizer: bool = True
 
     @property
     def thinking_end_ids(self) -> tuple[int, ...]:
@@ -40,7 +43,7 @@ def read_vocabulary(directory: Path, config: ModelConfig) -> Vocabulary:
     """Read tokenizer.json; without one, every row of the vocabulary counts as valid and there is no thinking phase."""
     path = directory / "tokenizer.json"
     if not path.is_file():
-        return Vocabulary(config.vocab_size, {})
+        return Vocabulary(config.vocab_size, {}, has_tokenizer=False)
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception for every fault of the file

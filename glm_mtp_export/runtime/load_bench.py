@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from glm_mtp_export.errors import GlmMtpError, MissingDependencyError, OptionError
+from glm_mtp_export.errors import GlmMtpError, OptionError
+from glm_mtp_export.pictures import new_figure
 from glm_mtp_export.runtime.request import Delta
 from glm_mtp_export.runtime.runtime import Prompt, Runtime
 from glm_mtp_export.runtime.sampling import SamplingParams
 
-__all__ = ["LoadOptions", "LoadReport", "RequestTimes", "run_load"]
+__all__ = ["LoadOptions", "LoadReport", "RequestTimes", "read_prompts", "run_load"]
 
 _PERCENTILES = (50, 90, 99)
 
@@ -140,17 +141,12 @@ class LoadReport:
         lines.append(f"{'milliseconds':27} " + " ".join(f"{f'p{p}':>10}" for p in _PERCENTILES))
         for name, values in self.percentiles().items():
             lines.append(f"{name:27} " + " ".join(f"{1e3 * value:10.1f}" for value in values.values()))
-        return "\n".join(lines)
+        failures = [r.failure for r in self.requests if r.failure is not None]
+        return "\n".join([*lines, *(f"first failure: {why}" for why in failures[:1])])
 
     def plot(self, path: Path) -> None:
         """Write one picture: the distributions, and time to first token over the run."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"plots need matplotlib ({error}). Install it: pip install 'glm-mtp-export[plot]'."
-            ) from error
-        figure = Figure(figsize=(12, 4), layout="constrained")
+        figure = new_figure(figsize=(12, 4), layout="constrained")
         first, each, over_time = figure.subplots(1, 3)
         options = self.options
         to_first = [t for r in self.requests if (t := r.time_to_first_token) is not None]
@@ -188,6 +184,17 @@ class LoadReport:
             "goodput_requests_per_second": self.goodput,
             "tokens_per_call": self.tokens_per_call,
         }
+
+
+def read_prompts(path: Path) -> tuple[str, ...]:
+    """The lines of a file that are not empty; OptionError where there are none, or where they are no UTF-8."""
+    try:
+        lines = tuple(filter(None, path.read_text(encoding="utf-8").splitlines()))
+    except UnicodeDecodeError as error:
+        raise OptionError(f"--prompts {path}: not valid UTF-8 (byte {error.start}). Save it as UTF-8.") from error
+    if not lines:
+        raise OptionError(f"--prompts {path}: holds no prompt. Write one a line, or leave the option out.")
+    return lines
 
 
 def run_load(runtime: Runtime, options: LoadOptions) -> LoadReport:

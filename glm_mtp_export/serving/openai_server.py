@@ -351,6 +351,8 @@ def run(
 
 
 def _listening_socket(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:  # getaddrinfo takes any number, modulo 65536
+        raise OptionError(f"port is {port}, expected 0..65535.")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)

@@ -13,7 +13,7 @@ import pytest
 from glm_mtp_export.artifact import FileRecord
 from glm_mtp_export.checkpoint import CheckpointView, digest
 from glm_mtp_export.checkpoint.synthetic import write_synthetic
-from glm_mtp_export.errors import CheckpointError
+from glm_mtp_export.errors import ArtifactError, CheckpointError
 
 SHARD = "model-00001-of-00002.safetensors"
 
@@ -74,6 +74,15 @@ def test_cut_and_missing_shards_are_found_by_size_alone(tmp_path: Path, monkeypa
     records.write_text(json.dumps(known | {"other": known[SHARD]}))
     with pytest.raises(CheckpointError, match=r"other is missing; model-00001.* bytes, expected \d+"):
         digest.check_files(view, records)
+
+
+def test_records_that_cannot_be_written_are_known_before_a_file_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = CheckpointView.open(write_synthetic(tmp_path / "c"))
+    monkeypatch.setattr(digest, "_sha256", lambda path, progress: pytest.fail("read a file"))
+    with pytest.raises(ArtifactError, match=r"records\.json: cannot be written \(No such file or directory\)"):
+        digest.check_files(view, tmp_path / "nowhere" / "records.json")
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"a": 3}', '{"a": {"sha256": 3}}'])

@@ -11,7 +11,7 @@ from harness import TOKENIZER
 
 from glm_mtp_export.errors import OptionError
 from glm_mtp_export.runtime.engine import Engine
-from glm_mtp_export.runtime.load_bench import LoadOptions, LoadReport, RequestTimes, run_load
+from glm_mtp_export.runtime.load_bench import LoadOptions, LoadReport, RequestTimes, read_prompts, run_load
 from glm_mtp_export.runtime.runtime import Runtime
 
 
@@ -43,6 +43,19 @@ def test_refused_requests_are_failures_not_fast_ones() -> None:
         report = run_load(runtime, LoadOptions(rate=500.0, num_requests=5, prompt_tokens=(200, 200)))
         assert report.num_failed == 5 and report.goodput == 0.0
         assert "context limit" in (report.requests[0].failure or "")
+        assert (
+            report.text().splitlines()[-1].startswith("first failure: The prompt has 200 tokens, the context limit is ")
+        )
+
+
+def test_prompts_come_from_the_lines_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\n\ntwo words\n", encoding="utf-8")
+    assert read_prompts(path) == ("one", "two words")
+    for content, message in ((b"\n\n", "holds no prompt"), (b"a\xff\n", r"not valid UTF-8 \(byte 1\)")):
+        path.write_bytes(content)
+        with pytest.raises(OptionError, match=message):
+            read_prompts(path)
 
 
 def test_goodput_needs_both_goals() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -113,3 +114,24 @@ def test_the_stub_needs_nothing_of_the_package(repository: Path) -> None:
         imports = re.findall(r"^(?:from|import) (\w+)", (repository / "glm_mtp" / "1" / name).read_text(), re.MULTILINE)
         allowed = {"__future__", "numpy", "triton_python_backend_utils", "engine_client", *sys.stdlib_module_names}
         assert set(imports) <= allowed
+
+
+def test_a_repository_of_a_damaged_artifact_is_not_written(nano_artifact: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(nano_artifact, broken)
+    (broken / "step.onnx").unlink()
+    with pytest.raises(ArtifactError, match=r"step\.onnx is missing"):
+        write_repository(broken, tmp_path / "models")
+    assert not (tmp_path / "models").exists()
+
+
+def test_what_a_repository_cannot_be_is_refused(nano_artifact: Path, tmp_path: Path) -> None:
+    out = tmp_path / "models"
+    with pytest.raises(OptionError, match="backend is 'onnx', expected one of"):
+        write_repository(nano_artifact, out, backend="onnx")
+    with pytest.raises(OptionError, match="max_sequences is 0, expected 1 or more"):
+        write_repository(nano_artifact, out, max_sequences=0)
+    for inside in (nano_artifact, nano_artifact / "models"):
+        with pytest.raises(OptionError, match="lies in the engine folder"):
+            write_repository(nano_artifact, inside)
+    assert not out.exists() and not (nano_artifact / "README.md").exists()

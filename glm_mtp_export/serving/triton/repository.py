@@ -6,8 +6,8 @@
       README.md, client_http.sh, client_grpc.py      examples that match the configs
 
 In: an engine folder and names. Out: files, replaced as a whole. Both models share one engine process, which the streaming
-one starts. What may go wrong: an engine folder without manifest or tokenizer, or a target that holds something else, raises
-`ArtifactError` or `OptionError` before anything is written.
+one starts. What may go wrong: an engine folder that is not whole, or a target that holds something else, raises `ArtifactError`
+or `OptionError` before anything is written.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 from glm_mtp_export.artifact import Manifest
+from glm_mtp_export.engine_manifest import BACKENDS
 from glm_mtp_export.errors import OptionError
 from glm_mtp_export.runtime.tokenizer import Tokenizer
 from glm_mtp_export.serving.triton.examples import grpc_example, http_example, readme
@@ -43,9 +44,16 @@ def write_repository(
     `engine_python`: interpreter of the engine process, by default the one running now. `execution_environment`: folder or
     .tar.gz that Triton's stub uses (numpy before 2 for servers up to 24.12); without it the stub's default is used.
     """
-    engine = Path(engine_dir).resolve()
+    engine, target = Path(engine_dir).resolve(), Path(out)
     manifest = Manifest.load(engine)
+    manifest.verify_files(engine)
     Tokenizer.load(engine)
+    if backend not in BACKENDS:
+        raise OptionError(f"backend is {backend!r}, expected one of {', '.join(BACKENDS)}.")
+    if max_sequences < 1:
+        raise OptionError(f"max_sequences is {max_sequences}, expected 1 or more.")
+    if engine == target.resolve() or engine in target.resolve().parents:
+        raise OptionError(f"{out}: lies in the engine folder. Choose a folder of its own for the model repository.")
     if not _NAME.fullmatch(model_name):
         raise OptionError(f"model name {model_name!r}: use letters, digits, '_', '.' and '-' only.")
     parameters = {
@@ -57,7 +65,6 @@ def write_repository(
     }
     if execution_environment is not None:
         parameters["EXECUTION_ENV_PATH"] = str(Path(execution_environment).resolve())
-    target = Path(out)
     names = (model_name, f"{model_name}_generate")
     folders = (target / names[0], target / names[1])
     for folder in folders:
