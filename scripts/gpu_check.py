@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """One command for a machine with a Hopper card: plugins, kernel tests, the embedded model's engines, the slice benchmark.
 
-    python scripts/gpu_check.py --out DIR [--rtx DIR] [--stages plugins,kernels,nano,ahead,ranks,slice]
+    python scripts/gpu_check.py --out DIR [--rtx DIR] [--stages plugins,kernels,nano,ahead,slice,ranks]
 
 In: a checkout, nvcc, torch with CUDA, pytest; for `nano`, `ahead`, `ranks` and `slice` the folder that
 scripts/rtx_runtime.py made (default build/rtx); for `slice` about 60 GB of the card. Two ranks share a card where there is one.
@@ -31,7 +31,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 DTYPES = ("bfloat16", "float8_e4m3fn", "float4_e2m1fnx2")
-STAGES = ("plugins", "kernels", "nano", "ahead", "ranks", "slice")
+STAGES = ("plugins", "kernels", "nano", "ahead", "slice", "ranks")
 SLICE_FORMATS = ("fp8", "nvfp4")
 CLOSE_NATS, CLOSE_NATS_QUANTISED = 0.1, 1.5
 CACHE_BOUNDS = {"bfloat16": 0.05, "float8_e4m3fn": 0.25, "float4_e2m1fnx2": 0.5}
@@ -278,10 +278,10 @@ def main() -> None:
             report["stages"]["nano"] = nano(args.out, work, rtx, dtypes)
         if "ahead" in stages:
             report["stages"]["ahead"] = ahead(args.out, work, rtx)
-        if "ranks" in stages:
-            report["stages"]["ranks"] = ranks(args.out, work, rtx)
         if "slice" in stages:
             report["stages"]["slice"] = slices(args.out, work, rtx)
+        if "ranks" in stages:
+            report["stages"]["ranks"] = ranks(args.out, work, rtx)
     finally:
         for process in beside:
             process.terminate()
