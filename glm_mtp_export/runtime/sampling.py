@@ -44,7 +44,8 @@ class StructuredOutput:
     `json_schema`: JSON Schema as text; `json_object`: any JSON object; `regex`: a regular expression over the whole
     answer; `grammar`: EBNF with the root rule `root`; `choice`: one of these strings; `structural_tag`: xgrammar's
     structural tag as JSON text (tool calls). `any_whitespace`: the model may lay out JSON as it likes, which costs no
-    accuracy; False forces the compact form.
+    accuracy; False forces the compact form. `strict` False: demands of a schema that a grammar cannot hold are left to the model
+    instead of refused.
     """
 
     json_schema: str | None = None
@@ -54,6 +55,7 @@ class StructuredOutput:
     choice: tuple[str, ...] = ()
     structural_tag: str | None = None
     any_whitespace: bool = True
+    strict: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "choice", _several(self.choice))
@@ -76,7 +78,7 @@ class StructuredOutput:
                 problems.append(f"{name} is {_shown(value)}, expected text{hint}")
         if not all(isinstance(text, str) for text in self.choice):
             problems.append(f"choice is {_shown(self.choice)}, expected strings")
-        for name in ("json_object", "any_whitespace"):
+        for name in ("json_object", "any_whitespace", "strict"):
             if not isinstance(getattr(self, name), bool):
                 problems.append(f"{name} is {_shown(getattr(self, name))}, expected True or False")
         return problems

@@ -78,7 +78,8 @@ class GrammarCompiler:
     def _compile(self, structure: StructuredOutput) -> Any:
         try:
             if structure.json_schema is not None:
-                _check_enforced(structure.json_schema)
+                if structure.strict:
+                    _check_enforced(structure.json_schema)
                 return self._compiler.compile_json_schema(
                     structure.json_schema, any_whitespace=structure.any_whitespace
                 )

@@ -271,7 +271,8 @@ def _structure(wanted: ResponseFormat | None) -> StructuredOutput | None:
     name, value = fields[wanted.type]
     if not value:
         raise RequestError(f"response_format of type {wanted.type!r} needs the field {name!r}.")
-    return StructuredOutput(**{wanted.type: value})
+    strict = wanted.json_schema is None or wanted.json_schema.strict is not False
+    return StructuredOutput(**{wanted.type: value}, strict=strict)
 
 
 # ---- completions

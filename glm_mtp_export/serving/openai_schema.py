@@ -120,7 +120,7 @@ class NamedToolChoice(_Strict):
 
 
 class JsonSchema(_Strict):
-    """`strict` false is served like true: the grammar is exact either way."""
+    """The grammar is exact either way; what it cannot hold of a schema is refused, but with `strict` false left to the model."""
 
     name: str = "response"
     description: str | None = None

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from server_process import RunningServer, wait_until
 
@@ -114,6 +115,14 @@ def test_response_format(server: RunningServer) -> None:
     assert json.loads(answer.choices[0].message.content) == {"age": 12, "city": "Bado"}
     forced = chat(server, user("Hello!"), response_format=wanted, max_tokens=100)
     assert set(json.loads(forced.choices[0].message.content)) == {"age", "city"}
+    schema["properties"]["city"] |= {"pattern": "^[a-z]+$"}  # beside a length no grammar holds it
+    with pytest.raises(
+        openai.BadRequestError, match=r"cannot be enforced: schema\.properties\.city: maxLength beside pattern"
+    ):
+        chat(server, user("Hello!"), response_format=wanted)
+    loose = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": False}}
+    found = json.loads(chat(server, user("Hello!"), response_format=loose, max_tokens=100).choices[0].message.content)
+    assert set(found) == {"age", "city"} and found["city"].islower()
     extra = {"response_format": {"type": "choice", "choice": ["yes", "no"]}}
     chosen = chat(server, user("Hello!"), extra_body=extra)
     assert chosen.choices[0].message.content in ("yes", "no")
