@@ -90,7 +90,9 @@ def test_library_needs_no_tensorrt_and_shows_only_its_entry_points(plugin_librar
     assert not [name for name in symbols("--undefined-only") if re.search("nvinfer|NvInfer|getPluginRegistry", name)]
     entries = {name for name in symbols("--defined-only") if not name.startswith("_Z")}
     own = {name for name in entries if not name.startswith("glm_mtp_collectives_")}  # of tensor-parallel ranks
-    around_a_step = {"glm_mtp_follow_step", "glm_mtp_carry_step", "glm_mtp_step_ahead_last_error"}
+    around_a_step = {
+        f"glm_mtp_{name}" for name in ("spread_histories", "follow_step", "carry_step", "step_ahead_last_error")
+    }
     assert own == {"setLoggerFinder", "getCreators", "glm_mtp_plugins_info"} | around_a_step
     needed = subprocess.run(["readelf", "-d", str(plugin_library.path)], check=True, capture_output=True, text=True)
     libraries = set(re.findall(r"NEEDED.*\[(.*?)\]", needed.stdout))

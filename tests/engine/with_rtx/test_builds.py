@@ -12,7 +12,16 @@ from pathlib import Path
 import onnx
 import pytest
 
-from glm_mtp_export.artifact import MANIFEST_NAME, STEP_NAME, Manifest, file_record
+from glm_mtp_export.artifact import (
+    MANIFEST_NAME,
+    PORTABLE,
+    STEP_NAME,
+    Manifest,
+    cache_specs,
+    file_record,
+    step_inputs,
+    step_outputs,
+)
 from glm_mtp_export.config import SpeculationConfig
 from glm_mtp_export.engine import tensorrt
 from glm_mtp_export.engine.profile import EngineProfile
@@ -134,7 +143,12 @@ def test_a_process_that_built_an_engine_can_load_the_library_beside_it(
 def test_a_portable_artifact_is_refused(exported, profile: EngineProfile, tmp_path: Path) -> None:
     artifact = tmp_path / "portable"
     shutil.copytree(exported("bfloat16", "bfloat16")[0], artifact)
-    manifest = dataclasses.replace(Manifest.load(artifact), dialect="portable")
+    device = Manifest.load(artifact)
+    caches = cache_specs(device.config, PORTABLE, "float32", 1)
+    manifest = dataclasses.replace(
+        device, dialect=PORTABLE, cache_dtype="float32", caches=caches,
+        inputs=step_inputs(device.config, device.speculation, caches), outputs=step_outputs(device.speculation, caches),
+    )  # fmt: skip
     (artifact / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     with pytest.raises(EngineError, match="Export it again with --dialect device"):
         tensorrt.build(artifact, profile, check_only=True)
