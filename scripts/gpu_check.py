@@ -92,7 +92,7 @@ def plugins(out: Path) -> dict[str, Any]:
         code, text, seconds = made.result()
         result["passed"] &= code == 0
         result["seconds"] = max(result["seconds"], round(seconds, 1))
-        result["tail"] += text.strip().splitlines()[-3:]
+        result["tail"] += text.replace(f"{ROOT}/", "").strip().splitlines()[-3:]
     return result
 
 
