@@ -21,6 +21,7 @@
 #include "dependent_launch.cuh"
 #include "mla_launches.cuh"
 #include "refusal.h"
+#include "sm90_ptx.cuh"
 #include "sm90_wgmma.cuh"
 #include "tensor_core.cuh"
 
@@ -69,20 +70,10 @@ struct AttendArgs {
   float scale_log2;
 };
 
-__device__ inline void barrier_init(uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-__device__ inline void barrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(shared_address(barrier)) : "memory");
-}
-__device__ inline void barrier_wait(uint64_t* barrier, int parity) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "wait:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra wait;\n}\n" ::"r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-}
+__device__ inline void barrier_init(uint64_t* barrier, int arrivals) { glm::barrier_init(shared_address(barrier), arrivals); }
+__device__ inline void barrier_arrive(uint64_t* barrier) { glm::barrier_arrive(shared_address(barrier)); }
+__device__ inline void barrier_wait(uint64_t* barrier, int parity) { glm::barrier_wait(shared_address(barrier), parity); }
+
 // Byte offset of a 16-byte chunk in a swizzled block of 128-byte rows.
 __device__ inline uint32_t swizzled(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
@@ -393,8 +384,8 @@ __device__ inline void run_scores_and_left(const AttendArgs& args, SharedMemory&
     const uint64_t values = descriptor_n_major(shared_address(shared.keys[stage]), kBlockBytes);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      wgmma_64x128x16_n_major(sums[0], packed[k], values + ((k * 2048) >> 4), true);
-      wgmma_64x128x16_n_major(sums[1], packed[k], values + ((2 * kBlockBytes + k * 2048) >> 4), true);
+      wgmma_64x128x16(sums[0], packed[k], values + ((k * 2048) >> 4), true);
+      wgmma_64x128x16(sums[1], packed[k], values + ((2 * kBlockBytes + k * 2048) >> 4), true);
     }
     wgmma_commit();
     wgmma_wait<0>();
@@ -430,8 +421,8 @@ __device__ inline void run_right(const AttendArgs& args, SharedMemory& shared, i
     const uint64_t values = descriptor_n_major(shared_address(shared.keys[stage][4]), kBlockBytes);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      wgmma_64x128x16_n_major(sums[0], probabilities + ((k * 32) >> 4), values + ((k * 2048) >> 4), true);
-      wgmma_64x128x16_n_major(sums[1], probabilities + ((k * 32) >> 4), values + ((2 * kBlockBytes + k * 2048) >> 4),
+      wgmma_64x128x16<true>(sums[0], probabilities + ((k * 32) >> 4), values + ((k * 2048) >> 4), true);
+      wgmma_64x128x16<true>(sums[1], probabilities + ((k * 32) >> 4), values + ((2 * kBlockBytes + k * 2048) >> 4),
                               true);
     }
     wgmma_commit();
@@ -482,7 +473,7 @@ __global__ void __launch_bounds__(kMathThreads + kGatherThreads<kFp8>, 1)
     barrier_init(&shared.probabilities_ready, kWarpgroup);
     barrier_init(&shared.probabilities_free, kWarpgroup);
     barrier_init(&shared.sums_ready, kWarpgroup);
-    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    barrier_init_fence();
   }
   __syncthreads();
   allow_next_kernel();

@@ -134,10 +134,10 @@ __device__ inline void run_math(const ProductArgs& args, SharedMemory<kAbsorb>& 
         for (int part = 0; part < P::kParts; ++part) {
           if constexpr (kAbsorb) {
             const int offset = part * 2 * P::kWeightRows * 128 + (step * 4 + k) * 16 * 128;
-            wgmma_64x128x16_n_major(sums[part], x + ((k * 32) >> 4), weights + (offset >> 4), step + k > 0);
+            wgmma_64x128x16<true>(sums[part], x + ((k * 32) >> 4), weights + (offset >> 4), step + k > 0);
           } else {
             const int offset = step * P::kWeightRows * 128 + k * 32;
-            wgmma_64x128x16(sums[part], x + ((k * 32) >> 4), weights + (offset >> 4), step + k > 0);
+            wgmma_64x128x16<false>(sums[part], x + ((k * 32) >> 4), weights + (offset >> 4), step + k > 0);
           }
         }
       }

@@ -1,10 +1,13 @@
 // Thin names for the Hopper instructions the streaming kernels use: mbarriers, bulk tensor copies, clusters,
-// programmatic dependent launch, warpgroup fences. One instruction a function, no policy.
+// warpgroup fences. One instruction a function, no policy.
 #ifndef GLM_KERNELS_SM90_PTX_CUH_
 #define GLM_KERNELS_SM90_PTX_CUH_
 
 #include <cuda.h>
 #include <stdint.h>
+
+#include "dependent_launch.cuh"
+#include "tensor_core.cuh"
 
 namespace glm {
 
@@ -12,10 +15,6 @@ namespace glm {
 constexpr uint64_t kEvictNormal = 0x1000000000000000ull;
 constexpr uint64_t kEvictFirst = 0x12F0000000000000ull;
 constexpr uint64_t kEvictLast = 0x14F0000000000000ull;
-
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t num_arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(num_arrivals) : "memory");
@@ -81,11 +80,6 @@ __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
 __device__ __forceinline__ void named_barrier_sync(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
-
-// Programmatic dependent launch. wait: everything earlier in the stream has finished and is visible. Each CTA of a
-// kernel launched with the attribute calls it once at least, or a later kernel could overtake an earlier one.
-__device__ __forceinline__ void wait_for_previous_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
