@@ -10,7 +10,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from glm_mtp_export.errors import ConfigError
 
@@ -68,8 +68,8 @@ class Fields:
         )
 
 
-def is_int(value: Any) -> bool:
-    """JSON integers; Python counts true and false among them, a config must not."""
+def is_int(value: Any) -> TypeGuard[int]:
+    """Integers; Python counts true and false among them, a config or a request must not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

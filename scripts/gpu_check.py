@@ -25,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -154,28 +155,37 @@ def nano(out: Path, work: Path, rtx: Path, dtypes: tuple[str, ...]) -> dict[str,
     return results
 
 
+def reported(
+    name: str, words: list[str], out: Path, rtx: Path, limit: float, summary: Callable[[dict[str, Any]], list[str]]
+) -> dict[str, Any]:
+    """A stage that prints its result as a JSON line at the end, and the lines of it for the table."""
+    code, text, seconds = run(name, [sys.executable, *words], out, environment(rtx), limit)
+    lines = text.strip().splitlines()
+    result: dict[str, Any] = {"passed": code == 0, "seconds": round(seconds, 1), "summary": lines[-12:]}
+    if code == 0:
+        found = json.loads(lines[-1])
+        result |= {"result": found, "summary": summary(found)}
+    return result
+
+
 def ahead(out: Path, work: Path, rtx: Path) -> dict[str, Any]:
     """Calls launched before the results of the one before are read."""
-    command = [sys.executable, "scripts/gpu_stages/ahead.py", "engine", str(work)]
-    code, text, seconds = run("ahead", command, out, environment(rtx), 300)
-    result = {"passed": code == 0, "seconds": round(seconds, 1), "summary": text.strip().splitlines()[-12:]}
-    if code == 0:
-        found = json.loads(text.strip().splitlines()[-1])
-        result |= {"result": found, "summary": [f"{found['tokens']} tokens equal", *map(str, found["rows"])]}
-    return result
+
+    def summary(found: dict[str, Any]) -> list[str]:
+        return [f"{found['tokens']} tokens equal", *map(str, found["rows"])]
+
+    return reported("ahead", ["scripts/gpu_stages/ahead.py", "engine", str(work)], out, rtx, 300, summary)
 
 
 def ranks(out: Path, work: Path, rtx: Path) -> dict[str, Any]:
     """The embedded model over two ranks, by columns and by experts."""
-    command = [sys.executable, "scripts/gpu_stages/ranks.py", "check", str(work / "ranks"), "2"]
-    code, text, seconds = run("ranks", command, out, environment(rtx), 400)
-    lines = text.strip().splitlines()
-    result = {"passed": code == 0, "seconds": round(seconds, 1), "summary": lines[-12:]}
-    if code == 0:
-        found = json.loads(lines[-1])
+
+    def summary(found: dict[str, Any]) -> list[str]:
         parted = ", ".join(f"{len(found['differences'][name])} differ by {name}" for name in ("columns", "experts"))
-        result |= {"result": found, "summary": [f"2 ranks on {found['cards']} of the cards: {parted}"]}
-    return result
+        return [f"2 ranks on {found['cards']} of the cards: {parted}"]
+
+    words = ["scripts/gpu_stages/ranks.py", "check", str(work / "ranks"), "2"]
+    return reported("ranks", words, out, rtx, 400, summary)
 
 
 def slices(out: Path, work: Path, rtx: Path) -> dict[str, Any]:

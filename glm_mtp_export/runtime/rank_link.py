@@ -20,7 +20,7 @@ from glm_mtp_export.runtime.rank_place import RankPlace
 __all__ = ["Kind", "LinkLostError", "RankLink", "RankTimeouts", "connect", "listen"]
 
 _FRAME = struct.Struct("<IB")
-_MOST_BYTES = 1 << 30  # of a message; penalties of a large batch take a few hundred megabytes
+_MOST_BYTES = 1 << 30  # of a message; masks and page tables of a large batch take some megabytes
 
 
 class LinkLostError(Exception):

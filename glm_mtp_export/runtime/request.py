@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from glm_mtp_export.errors import RequestError
+from glm_mtp_export.json_fields import is_int
 from glm_mtp_export.runtime.sampling import SamplingParams
 
 __all__ = ["Completion", "Delta", "FinishReason", "GenerationResult", "Request", "SequenceStatistics", "TokenLogprob"]
@@ -24,7 +25,7 @@ class Request:
     stream: bool = True  # False: one delta at the end, which costs the host less
 
     def __post_init__(self) -> None:
-        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+        if not is_int(self.priority):
             raise RequestError(f"priority is {self.priority!r}, expected a whole number; lower ones go first.")
         if not isinstance(self.params, SamplingParams):
             raise RequestError(f"params is {type(self.params).__name__}, expected SamplingParams.")

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from types import MappingProxyType
-from typing import Any, TypeGuard
+from typing import Any
 
 from glm_mtp_export.artifact import Manifest
 from glm_mtp_export.errors import RequestError
+from glm_mtp_export.json_fields import is_int
 
 __all__ = ["BAN_BIAS", "PENALTY_INPUTS", "Capabilities", "SamplingParams", "StructuredOutput"]
 
@@ -158,7 +159,7 @@ class SamplingParams:
             problems.append(f"structured_output is {_shown(structure)}, expected a StructuredOutput")
         if structure is not None and self.ignore_eos:
             problems.append("structured_output ends with a stop id, so it cannot go with ignore_eos")
-        if self.seed is not None and not (_is_whole(self.seed) and -(2**63) <= self.seed < 2**63):
+        if self.seed is not None and not (is_int(self.seed) and -(2**63) <= self.seed < 2**63):
             problems.append(f"seed is {_shown(self.seed)}, expected a 64-bit signed integer")
         return problems
 
@@ -169,7 +170,7 @@ class SamplingParams:
         elif not all(self.stop):
             problems.append("stop has an empty string, which would match everywhere")
         ids = (*self.stop_token_ids, *self.logit_bias)
-        if not all(_is_whole(token) and token >= 0 for token in ids):
+        if not all(is_int(token) and token >= 0 for token in ids):
             problems.append("stop_token_ids and logit_bias need token ids of 0 or more")
         if not all(_is_number(bias) and -100.0 <= bias <= 100.0 for bias in self.logit_bias.values()):
             problems.append("logit_bias values must lie in -100..100")
@@ -206,7 +207,7 @@ class SamplingParams:
         for name, value, low in lowest:
             if value is None and name in optional:
                 continue
-            if not _is_whole(value) or value < low:
+            if not is_int(value) or value < low:
                 problems.append(f"{name} is {_shown(value)}, expected a whole number of {low} or more")
             elif value > _MOST_COUNT:
                 problems.append(f"{name} is {_shown(value)}, expected at most {_MOST_COUNT}")
@@ -220,11 +221,6 @@ def _several(value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
-
-
-def _is_whole(value: Any) -> TypeGuard[int]:
-    """Integers; Python counts True and False among them, a request must not."""
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:

@@ -1,8 +1,8 @@
 """The inputs of a call as one message for the other ranks of a tensor-parallel group.
 
 In: `StepInputs`, which requests of the call before they continue, or a mask that comes later. Out: bytes, and from them
-the same. An array that repeats one value without taking memory for it (penalties that no request uses, masks that allow
-everything) travels as that value. A message that does not fit together raises `EngineError`.
+the same. An array that repeats one value without taking memory for it (masks that allow everything) travels as that value. A
+message that does not fit together raises `EngineError`.
 """
 
 from __future__ import annotations

@@ -16,11 +16,12 @@ from glm_mtp_export.artifact import Manifest
 from glm_mtp_export.runtime.cuda import DeviceBuffer, PinnedBuffer, Stream
 from glm_mtp_export.runtime.histories import DENSE_INPUTS
 from glm_mtp_export.runtime.session import MAX_IN_FLIGHT, StepInputs
-from glm_mtp_export.runtime.sessions.step_layout import CallSizes, StepLayout
+from glm_mtp_export.runtime.sessions.step_layout import CallSizes
 
 __all__ = ["HistoryBuffers"]
 
-_LISTS = ("history_ids", "bias_ids", "bias_values")  # of elements of four bytes
+_LISTS = ("history_ids", "bias_ids", "bias_values")
+_ELEMENT_BYTES = 4  # of lists and rows
 _FIRST_BYTES = 1 << 18
 
 
@@ -28,11 +29,9 @@ class HistoryBuffers:
     """Of an artifact with penalties. What may go wrong: a turn used again before its call is collected."""
 
     def __init__(self, manifest: Manifest, largest: CallSizes) -> None:
-        specs = [spec for spec in manifest.inputs if spec.name in DENSE_INPUTS]
-        self._row_bytes = {spec.name: StepLayout.of([spec], CallSizes(1, 1, 1)).row_bytes(spec.name) for spec in specs}
-        self._rows = {name: DeviceBuffer(largest.num_requests * size) for name, size in self._row_bytes.items()}
+        self._row_bytes = _ELEMENT_BYTES * manifest.config.vocab_size
+        self._rows = {name: DeviceBuffer(largest.num_requests * self._row_bytes) for name in DENSE_INPUTS}
         self._turns = [PinnedBuffer(_FIRST_BYTES) for _ in range(MAX_IN_FLIGHT)]
-        self._capacities = [_FIRST_BYTES] * MAX_IN_FLIGHT
         self._lists = DeviceBuffer(_FIRST_BYTES)
         self._num_clear = 0  # so many requests' rows are zeros
 
@@ -62,17 +61,16 @@ class HistoryBuffers:
         return addresses
 
     def _clear(self, num_requests: int, stream: Stream) -> None:
-        for name, buffer in self._rows.items():
-            buffer.fill(0, num_requests * self._row_bytes[name], stream)
+        for buffer in self._rows.values():
+            buffer.fill(0, num_requests * self._row_bytes, stream)
         self._num_clear = num_requests
 
     def _stage(self, turn: int, offset: int, value: NDArray[np.generic]) -> None:
         self._turns[turn].view[offset : offset + value.nbytes] = np.ascontiguousarray(value).view(np.uint8)
 
     def _make_room(self, turn: int, num_bytes: int, stream: Stream) -> None:
-        if num_bytes > self._capacities[turn]:
+        if num_bytes > self._turns[turn].view.nbytes:
             self._turns[turn].close()  # its last call is collected
-            self._capacities[turn] = 2 * num_bytes
             self._turns[turn] = PinnedBuffer(2 * num_bytes)
         if num_bytes > self._lists.num_bytes:
             stream.synchronize()  # a call before may still read the lists

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from glm_mtp_export.errors import EngineError
 from glm_mtp_export.runtime.cuda import Stream
+from glm_mtp_export.runtime.histories import DENSE_INPUTS
+from glm_mtp_export.runtime.session import HISTORY_FIELDS
 from glm_mtp_export.runtime.thinking import ThinkingIds
 
 __all__ = ["CARRY_NAMES", "HISTORY_NAMES", "RESULT_NAMES", "STATE_NAMES", "StepKernels"]
@@ -30,17 +32,7 @@ STATE_NAMES = (
 )
 RESULT_NAMES = ("num_accepted", "next_tokens", "next_draft_tokens")
 CARRY_NAMES = ("num_accepted", "next_tokens", "draft_tokens", "in_thinking_phase", "committed_tokens")
-HISTORY_NAMES = (
-    "history_ids",
-    "history_offsets",
-    "history_prompts",
-    "bias_ids",
-    "bias_values",
-    "bias_offsets",
-    "output_counts",
-    "prompt_mask",
-    "logit_bias",
-)
+HISTORY_NAMES = (*HISTORY_FIELDS, *DENSE_INPUTS)
 Addresses = Mapping[str, int]
 
 

@@ -71,11 +71,6 @@ class StepLayout:
             end += -(-int(np.prod(shape)) * place.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         return cls(places, end)
 
-    def row_bytes(self, name: str) -> int:
-        """Bytes of one request's row of a tensor [B, ...]."""
-        place = self.places[name]
-        return int(np.prod(place.shape[1:])) * place.dtype.itemsize
-
     def view(self, name: str, block: NDArray[np.uint8]) -> NDArray[np.generic]:
         """The tensor inside `block`, without a copy."""
         place = self.places[name]
