@@ -104,6 +104,8 @@ class Front:
             if isinstance(error, EngineError):  # draining
                 raise UnavailableError(str(error)) from error
             raise
+        if request.request_id not in self._live:  # it ended, or `abort` came before the engine knew of it
+            self.runtime.abort(request.request_id)
 
     def abort(self, request_id: str) -> None:
         """End a request within one step; harmless if it has ended. Nothing more is delivered for it."""

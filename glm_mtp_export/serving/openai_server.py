@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import threading
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,7 @@ from starlette.responses import JSONResponse, Response
 
 from glm_mtp_export import __version__
 from glm_mtp_export.errors import GlmMtpError, OptionError
-from glm_mtp_export.runtime.request import Delta
+from glm_mtp_export.runtime.request import Delta, Request
 from glm_mtp_export.runtime.runtime import Runtime
 from glm_mtp_export.serving.front import SUBMIT_THREADS, Event, Front
 from glm_mtp_export.serving.http_limits import BodyLimits
@@ -182,14 +183,22 @@ class _Server:
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Event] = asyncio.Queue()  # bounded by max_tokens of the request
         deadline = loop.time() + self.limits.request_seconds
+        is_over = threading.Event()
 
         def sink(event: Event) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, event)
 
+        def submit(request: Request) -> None:
+            # The client may leave before the front knows of its request, and an abort would find nothing.
+            if not is_over.is_set():
+                self.front.submit(request, sink)
+            if is_over.is_set():
+                self.front.abort(request.request_id)
+
         num_open = sum(prompt.request.params.n for prompt in prepared.prompts)
         try:
             for prompt in prepared.prompts:
-                await loop.run_in_executor(self._submitting, self.front.submit, prompt.request, sink)
+                await loop.run_in_executor(self._submitting, submit, prompt.request)
             while num_open:
                 try:
                     event = await asyncio.wait_for(queue.get(), deadline - loop.time())
@@ -204,6 +213,7 @@ class _Server:
                 yield event
         finally:
             if num_open:
+                is_over.set()
                 for prompt in prepared.prompts:  # not here: an abort waits for the engine's lock
                     self._submitting.submit(self.front.abort, prompt.request.request_id)
 

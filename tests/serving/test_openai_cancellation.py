@@ -213,3 +213,33 @@ def test_a_slow_reader_gets_everything(serve: Serve) -> None:
         if i < 10:
             time.sleep(0.02)
     assert text == "x" * 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_client_that_leaves_while_its_request_is_being_submitted(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, stream: bool, moment: str
+) -> None:
+    """The engine takes requests between two steps; who leaves until then must not be generated for until the end."""
+    server = serve(Script(step_seconds=0.002))
+    front, owner = (server.app.state.front,) * 2 if moment == "before" else (server.app.state.front, server.runtime)
+    submit, entered, go_on, submitted = owner.submit, threading.Event(), threading.Event(), threading.Event()
+
+    def slow_submit(*args: Any, **options: Any) -> Any:
+        entered.set()
+        assert go_on.wait(10)
+        handle = submit(*args, **options)
+        submitted.set()
+        return handle
+
+    monkeypatch.setattr(owner, "submit", slow_submit)
+    connection = raw_request(server, PLAIN, {"prompt": "endless", "max_tokens": 8000, "stream": stream})
+    assert entered.wait(10)
+    aborted, abort = threading.Event(), front.abort
+    monkeypatch.setattr(front, "abort", lambda request_id: (abort(request_id), aborted.set()))
+    connection.close()
+    assert aborted.wait(10)
+    go_on.set()
+    assert submitted.wait(10)
+    wait_until(server.is_idle, seconds=3)
+    assert server.runtime.statistics.num_output_tokens < 2000
