@@ -7,8 +7,10 @@ matcher.
 
 The thinking part is free: when the prompt leaves the thinking phase open, the grammar starts after `</think>`, which
 itself is not fed to it; `<tool_call>`, which would leave the thinking phase past the grammar, is forbidden there.
-After the end of the answer only stop ids are allowed. A draft the grammar forbids ends the look-ahead: its slot's mask
-rejects it, so later slots are never used. Control tokens (roles, end of text) cannot appear inside a string.
+After the end of the answer only stop ids are allowed, those without text where there are any: a stop id that spells
+text (of `stop_token_ids`) is text to the grammar, and ends the answer wherever it comes. A draft the grammar forbids
+ends the look-ahead: its slot's mask rejects it, so later slots are never used. Control tokens (roles, end of text)
+cannot appear inside a string.
 
 What may go wrong: an unusable schema or grammar raises `RequestError` with xgrammar's reason; xgrammar absent raises
 `MissingDependencyError`. It is imported on first use, since it brings torch with it.
@@ -57,6 +59,7 @@ class GrammarCompiler:
             vocab_size=vocab_size,
             stop_token_ids=list(tokenizer.eos_ids),
         )
+        self._ends = frozenset(tokenizer.eos_ids) | {i for i, text in enumerate(vocabulary) if not text}
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
         self._compiled = lru_cache(maxsize=128)(self._compile)
 
@@ -65,12 +68,13 @@ class GrammarCompiler:
     ) -> GrammarState:
         """A fresh state; with `in_thinking` the grammar waits for `</think>`."""
         compiled = self._compiled(structure)
-        matcher = self._xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(stop_ids))
+        ends = stop_ids & self._ends or stop_ids  # xgrammar would forbid the others inside the answer
+        matcher = self._xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(ends))
         num_words = -(-self._vocab_size // 32)
         way_out = () if thinking.tool_call is None else (thinking.tool_call,)
         return GrammarState(
             matcher,
-            only_stops=token_words(stop_ids, num_words),
+            only_stops=token_words(ends, num_words),
             while_thinking=~token_words(way_out, num_words),
             waits_for=thinking.end if in_thinking else None,
         )

@@ -194,3 +194,18 @@ def test_exactly_one_kind_of_structure() -> None:
         StructuredOutput(regex="a", choice=("b",))
     with pytest.raises(RequestError, match="found none"):
         StructuredOutput()
+
+
+@pytest.mark.parametrize("num_drafts", [0, 5])
+@pytest.mark.parametrize(("min_tokens", "text"), [(0, "fals"), (4, "fals"), (5, "false")])
+def test_a_stop_id_that_spells_text_ends_the_answer_there(num_drafts: int, min_tokens: int, text: str) -> None:
+    b = bench(num_drafts, draft_errors=hashed_errors(25, 3))
+    structure = StructuredOutput(choice=("false",))
+    params = SamplingParams(
+        structured_output=structure, stop_token_ids=(ord("e"),), min_tokens=min_tokens, max_tokens=9
+    )
+    b.add("r", [1, 2, 3], params)
+    b.run()
+    done = b.completions["r", 0]
+    assert (done.text, done.finish_reason) == (text, "stop")
+    assert done.stop_reason == (ord("e") if text == "fals" else None)
