@@ -423,7 +423,7 @@ def _completion_json(result: Any) -> dict[str, Any]:
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--json", "as_json", is_flag=True)
 def verify(artifact: Path, backend: str, num_prompts: int, max_tokens: int, as_json: bool) -> None:
-    """Check an engine: numbers against the exporter's reference, ids with drafts against ids without."""
+    """Check an engine: numbers and selections against the exporter's reference, ids with drafts against ids without."""
     from glm_mtp_export.verify import verify_artifact
 
     report = verify_artifact(artifact, backend, num_prompts, max_tokens)

@@ -1,4 +1,4 @@
-"""`glm-mtp verify`: numbers against the exporter's reference, and ids with drafts against ids without.
+"""`glm-mtp verify`: numbers and selections against the exporter's reference, and ids with drafts against ids without.
 
 Speculation must not change what is generated: greedy and sampled ids with K drafts equal those without, since random draws depend
 on the output position alone. On the CPU backend the ids are equal; where a GPU kernel rounds differently from batch to batch, the
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from glm_mtp_export.artifact import Manifest
+from glm_mtp_export.engine.selections import LEAST_SELECTION_OVERLAP, SelectionOverlap, selection_overlaps
 
 __all__ = ["Difference", "VerifyReport", "verify_artifact"]
 
@@ -39,13 +40,16 @@ class VerifyReport:
     num_requests: int
     num_tokens: int
     worst_layer_error: float | None  # None: the artifact has no reference, or the backend cannot be compared with it
+    selections: tuple[SelectionOverlap, ...]  # empty: as above, or the reference sees no more than index_topk positions
     differences: tuple[Difference, ...]
     tokens_per_call: float
     draft_is_dead: bool
 
     @property
     def passed(self) -> bool:
-        """Equal ids on the CPU backend; elsewhere differences only where the likeliest tokens are close."""
+        """The reference's selections, and equal ids on the CPU backend; elsewhere ids that differ only where tokens are close."""
+        if any(not s.engine >= LEAST_SELECTION_OVERLAP for s in self.selections):
+            return False
         if self.backend == "onnxruntime":
             return not self.differences
         return all(d.margin is not None and d.margin < CLOSE_LOGITS for d in self.differences)
@@ -61,6 +65,7 @@ class VerifyReport:
             reference = f"equal tokens, largest layer error {self.worst_layer_error:.1e}"
         lines = [
             f"reference: {reference}",
+            *_selection_lines(self.selections),
             f"with and without drafts: {self.num_requests} requests, {self.num_tokens} ids, "
             f"{len(self.differences)} requests differ",
         ]
@@ -80,6 +85,7 @@ def verify_artifact(artifact: Path, backend: str, num_prompts: int, max_tokens: 
 
     manifest = Manifest.load(artifact)
     worst = _reference_error(artifact) if backend == "onnxruntime" else None
+    selections = selection_overlaps(artifact) if backend == "onnxruntime" else ()
     prompts = _prompts(manifest, num_prompts, max_tokens)
     differences: list[Difference] = []
     num_tokens = 0
@@ -104,7 +110,19 @@ def verify_artifact(artifact: Path, backend: str, num_prompts: int, max_tokens: 
         statistics = runtime.statistics
         per_call = statistics.num_output_tokens / max(statistics.num_rounds, 1)
         dead = statistics.draft_is_dead
-    return VerifyReport(backend, 2 * len(prompts), num_tokens, worst, tuple(differences), per_call, dead)
+    return VerifyReport(backend, 2 * len(prompts), num_tokens, worst, selections, tuple(differences), per_call, dead)
+
+
+def _selection_lines(selections: tuple[SelectionOverlap, ...]) -> list[str]:
+    """What all indexers keep of the reference's entries, and those that keep too little."""
+    if not selections:
+        return ["selections: none to compare"]
+    least, least_fp8 = min(s.engine for s in selections), min(s.fp8_keys for s in selections)
+    return [
+        f"selections: {len(selections)} indexers keep {least:.2%} of the reference's entries or more, with FP8 index keys the "
+        f"reference keeps {least_fp8:.2%} or more",
+        *(f"  {s.indexer}: {s.engine:.2%}" for s in selections if not s.engine >= LEAST_SELECTION_OVERLAP),
+    ]
 
 
 def _prompts(manifest: Manifest, count: int, max_tokens: int) -> list[list[int]]:

@@ -83,6 +83,9 @@ def test_verify_passes_on_nano(nano):
     assert code == 0, stdout + stderr
     report = json.loads(stdout)
     assert report["passed"] and report["differences"] == [] and report["worst_layer_error"] < 1e-4
+    assert [s["engine"] for s in report["selections"]] == [1.0] * 4 and all(
+        s["fp8_keys"] > 0.95 for s in report["selections"]
+    )
 
 
 def test_inspect_shows_the_layers_and_says_that_mtp_can_be_exported():

@@ -46,7 +46,7 @@ from glm_mtp_export.export.assemble import (
     with_named_dimensions,
 )
 from glm_mtp_export.export.memory import ExportNeeds, export_needs, free_memory_bytes
-from glm_mtp_export.export.reference import REFERENCE_NAME, write_reference
+from glm_mtp_export.export.reference import REFERENCE_CALLS, REFERENCE_NAME, write_reference
 from glm_mtp_export.export.semantics import semantic_choices
 from glm_mtp_export.export.trace import traced_step
 from glm_mtp_export.export.vocabulary import THINKING_MARKERS, TOKENIZER_FILES, Vocabulary, read_vocabulary
@@ -331,9 +331,9 @@ def _write_reference(
     def advance(count: int) -> None:
         nonlocal calls
         calls += count
-        progress("reference", calls, 2)
+        progress("reference", calls, REFERENCE_CALLS)
 
-    progress("reference", 0, 2)
+    progress("reference", 0, REFERENCE_CALLS)
     tensors = {w.name: torch.from_numpy(np.ascontiguousarray(materialise(view, w))) for w in weights}
     write_reference(
         folder / REFERENCE_NAME,

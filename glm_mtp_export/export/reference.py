@@ -1,25 +1,43 @@
 """The exporter's reference: one prefill and one verify call of the torch step, kept in the artifact for engines to be held against.
 
-The file holds a prompt, the tokens of both calls and all caches afterwards. The latent cache has one row a layer and position, so
-comparing it layer by layer finds the layer in which an engine goes wrong.
+The file holds a prompt, the tokens of both calls, all caches afterwards, and the list of every indexer run of the first call, with
+index keys as they are and with keys and queries rounded to FP8. The latent cache has one row a layer and position, so comparing it
+layer by layer finds the layer in which an engine goes wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.numpy import save
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from glm_mtp_export.artifact import PAGE_SIZE, CacheSpec
+from glm_mtp_export.artifact import DEVICE, PAGE_SIZE, CacheSpec, cache_specs
 from glm_mtp_export.config import ModelConfig, SpeculationConfig
 from glm_mtp_export.graph.unified import UnifiedStep
 
-__all__ = ["REFERENCE_NAME", "reference_feeds", "reference_pages", "reference_prompt", "write_reference"]
+__all__ = [
+    "FP8_SELECTION",
+    "REFERENCE_CALLS",
+    "REFERENCE_NAME",
+    "SELECTION",
+    "reference_feeds",
+    "reference_pages",
+    "reference_prompt",
+    "write_reference",
+]
 
 REFERENCE_NAME = "reference.safetensors"
+REFERENCE_CALLS = 3  # the two of the reference, and the first once more with FP8 index keys
+SELECTION, FP8_SELECTION = (
+    "selection",
+    "selection_fp8",
+)  # then a dot and the number of the indexer run in the first call
 _MAX_PROMPT = 320
 
 
@@ -82,16 +100,29 @@ def write_reference(
     thinking_end_ids: tuple[int, ...],
     advance: Callable[[int], None] = lambda done: None,
 ) -> None:
-    """Run the two calls in float32 and write `path`; `advance` is called once a call."""
+    """Run the calls in float32 and write `path`; `advance` is called once a call, REFERENCE_CALLS times in all."""
     step = UnifiedStep(config, speculation, valid_vocab, thinking_end_ids)
     prompt = reference_prompt(config, valid_vocab)
     num_pages = reference_pages(len(prompt), speculation)
-    pools = {c.name: torch.zeros([e for e in c.shape(num_pages) if isinstance(e, int)]) for c in caches}
+
+    def run(feeds: Mapping[str, np.ndarray], pools: Mapping[str, torch.Tensor]) -> tuple[Any, _IndexerLists]:
+        tensors = {name: torch.from_numpy(value) for name, value in feeds.items()}
+        with torch.no_grad(), _IndexerLists() as found:
+            return step(tensors | dict(pools), weights), found
+
     stored, tokens, drafts, length = {"prompt": prompt}, prompt, None, 0
+    rounded = run(
+        reference_feeds(config, speculation, tokens, drafts, length, num_pages),
+        _empty_pools(_with_fp8_index_keys(config, caches), num_pages),
+    )[1]
+    stored |= {f"{FP8_SELECTION}.{i}": found for i, found in enumerate(rounded.lists)}
+    advance(1)
+    pools = _empty_pools(caches, num_pages)
     for label in ("first", "second"):
         feeds = reference_feeds(config, speculation, tokens, drafts, length, num_pages)
-        with torch.no_grad():
-            outputs = step({name: torch.from_numpy(value) for name, value in feeds.items()} | pools, weights)
+        outputs, selections = run(feeds, pools)
+        if label == "first":
+            stored |= {f"{SELECTION}.{i}": found for i, found in enumerate(selections.lists)}
         pools = {c.name: outputs[f"{c.name}_out"] for c in caches}
         results = {name: value.numpy() for name, value in outputs.items() if not name.endswith("_out")}
         stored |= {f"{label}.{name}": value for name, value in results.items()}
@@ -100,3 +131,36 @@ def write_reference(
     stored |= {name: pool.numpy() for name, pool in pools.items()}
     # Written here and not by the library, whose files only their owner may read.
     path.write_bytes(save({name: np.ascontiguousarray(value) for name, value in stored.items()}))
+
+
+class _IndexerLists(TorchDispatchMode):
+    """Keeps the lists of the indexer runs inside a `with` block, in the order of the runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lists: list[np.ndarray] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        results = function(*args, **(kwargs or {}))
+        if function is torch.ops.glm.indexer.default:
+            self.lists.append(results[0].numpy())
+        return results
+
+
+def _empty_pools(caches: Sequence[CacheSpec], num_pages: int) -> dict[str, torch.Tensor]:
+    return {
+        c.name: torch.zeros([e for e in c.shape(num_pages) if isinstance(e, int)], dtype=getattr(torch, c.dtype))
+        for c in caches
+    }
+
+
+def _with_fp8_index_keys(config: ModelConfig, caches: Sequence[CacheSpec]) -> list[CacheSpec]:
+    packed = {c.name: c for c in cache_specs(config, DEVICE, "float8_e4m3fn", 1) if c.name.endswith("_indexer")}
+    return [
+        replace(packed[family], name=c.name, num_layers=c.num_layers)
+        if (family := c.name.partition(".")[0]) in packed
+        else c
+        for c in caches
+    ]

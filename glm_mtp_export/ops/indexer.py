@@ -25,7 +25,9 @@ from glm_mtp_export.ops.precision import widened
 from glm_mtp_export.ops.record import Attribute, OpRecord, Port, define
 from glm_mtp_export.ops.rope import GlmRotate, rotated
 
-__all__ = ["indexer"]
+__all__ = ["INDEXER", "indexer"]
+
+INDEXER = "GlmIndexer"
 
 
 def _rotated_head(x: Tensor, positions: Tensor, rope_dim: int, theta: float, interleaved: int) -> Tensor:
@@ -184,7 +186,7 @@ def _indexer_body(
 
 indexer = define(
     OpRecord(
-        "GlmIndexer",
+        INDEXER,
         "Write index keys, score the visible ones and list the best positions of each row.",
         (
             Port("q", "A", ("T", "num_heads*head_dim"), "before rotation"),
