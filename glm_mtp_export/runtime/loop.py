@@ -3,11 +3,13 @@
 In: `submit` from any thread. Out: a `RequestHandle` to iterate, to wait on, or with a callback. The engine itself is
 touched by the loop's thread only; requests and aborts reach it through an inbox that is emptied between two steps, so
 an abort takes effect within one step. What may go wrong: a refused request raises `RequestError` in `submit`; when the
-session fails, every waiting request gets that error and later ones are refused with it.
+session fails, every waiting request gets that error and later ones are refused with it. Whatever would wait for ever, on
+the engine's thread or for deltas that went elsewhere, raises `RuntimeError`.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
@@ -32,17 +34,26 @@ class RequestHandle:
         self._on_delta = on_delta
         self._deltas: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
         self._completions: dict[int, Completion] = {}
+        self._has_reader = False
         self._accepted = threading.Event()
         self._is_admitted = False
         self._finished = threading.Event()
         self._error: BaseException | None = None
 
     def __iter__(self) -> DeltaStream:
-        """Deltas as they come, until every sequence has ended. Leaving early aborts the request."""
+        """Deltas as they come, until every sequence has ended, once. Leaving early aborts the request."""
+        if self._has_reader or self._on_delta is not None:
+            where = "on_delta" if self._on_delta is not None else "the iterator made before"
+            raise RuntimeError(
+                f"the deltas of request {self.request.request_id!r} go to {where}; result() has the answer"
+            )
+        self._has_reader = True
         return DeltaStream(self)
 
     def result(self, timeout: float | None = None) -> GenerationResult:
         """Wait for all sequences. TimeoutError after `timeout` seconds."""
+        if not self._finished.is_set():
+            self._loop.check_may_wait("result")
         if not self._finished.wait(timeout):
             raise TimeoutError(f"request {self.request.request_id!r} did not finish in {timeout} s")
         if self._error is not None:
@@ -96,6 +107,8 @@ class DeltaStream(Iterator[Delta]):
     def __next__(self) -> Delta:
         if not self._remaining:
             raise StopIteration
+        if self._handle._deltas.empty():
+            self._handle._loop.check_may_wait("reading a stream")
         item = self._handle._deltas.get()
         if isinstance(item, BaseException):
             self._remaining = 0
@@ -132,13 +145,19 @@ class EngineLoop:
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="glm-mtp-engine", daemon=True)
         self._thread.start()
+        # A thread that is in native code while the interpreter ends around it takes the process down with it.
+        atexit.register(self.close)
+
+    def check_may_wait(self, what: str) -> None:
+        """RuntimeError on the engine's thread, where waiting for the engine would never end."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                f"{what} from an on_delta callback would wait for its own thread; hand the work to another one"
+            )
 
     def submit(self, request: Request, on_delta: Callable[[Delta], None] | None = None) -> RequestHandle:
         """Queue a request; returns once the engine has taken or refused it. `on_delta` runs in the engine's thread."""
-        if threading.current_thread() is self._thread:
-            raise RuntimeError(
-                "submit from an on_delta callback would wait for its own thread; hand the work to another one"
-            )
+        self.check_may_wait("submit")
         handle = RequestHandle(request, self, on_delta)
         with self._wake:
             if self._closing:
@@ -163,12 +182,14 @@ class EngineLoop:
 
     def drain(self, timeout: float | None = None) -> bool:
         """Refuse new requests and wait for the running ones; False when `timeout` seconds were not enough."""
+        self.check_may_wait("drain")
         with self._wake:
             self._draining = True
             return self._wake.wait_for(lambda: not self._handles and not self._inbox, timeout)
 
     def close(self) -> None:
         """Abort what still runs and end the thread."""
+        atexit.unregister(self.close)
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -201,9 +222,8 @@ class EngineLoop:
             self._wake.wait_for(lambda: self._closing or bool(self._inbox) or self.engine.has_work)
             if self._closing:
                 return False
-            items = list(self._inbox)
-            self._inbox.clear()
-            for item in items:
+            while self._inbox:  # a stream that is dropped puts its abort there, even in the midst of this
+                item = self._inbox.popleft()
                 if isinstance(item, RequestHandle):
                     self._admit(item)
                 else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ class Runtime:
         self._loop = EngineLoop(engine)
         self._ids = itertools.count()
         self._is_closed = False
+        self._closing = threading.Lock()
 
     @classmethod
     def load(
@@ -190,9 +192,10 @@ class Runtime:
     def close(self) -> None:
         """Abort what runs, end the thread, free the session. Harmless when done already."""
         self._loop.close()
-        if not self._is_closed:
-            self._is_closed = True
-            self.session.close()
+        with self._closing:
+            if not self._is_closed:
+                self._is_closed = True
+                self.session.close()
 
     def __enter__(self) -> Runtime:
         return self

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from harness import TOKENIZER
 from glm_mtp_export.engine_manifest import EngineProfile
 from glm_mtp_export.errors import EngineError, RequestError
 from glm_mtp_export.runtime.engine import Engine
+from glm_mtp_export.runtime.loop import RequestHandle
 from glm_mtp_export.runtime.request import Delta
 from glm_mtp_export.runtime.runtime import Runtime, default_profile
 from glm_mtp_export.runtime.sampling import SamplingParams
@@ -221,11 +224,86 @@ def test_closing_twice_does_no_harm_and_a_closed_runtime_says_so(monkeypatch: py
     assert closed == [1]
 
 
-def test_submitting_from_a_callback_is_refused_instead_of_waiting_for_itself(caplog: pytest.LogCaptureFixture) -> None:
+def test_two_threads_may_close_at_once() -> None:
+    class Session(FakeSession):
+        num_closed = 0
+
+        def close(self) -> None:
+            time.sleep(0.05)  # the other thread comes by meanwhile
+            self.num_closed += 1
+
+    session = Session(fake_manifest(3))
+    runtime = _runtime(session)
+    threads = [threading.Thread(target=runtime.close) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert session.num_closed == 1
+
+
+_WAITING: dict[str, Callable[[Runtime, RequestHandle], object]] = {
+    "submit": lambda runtime, other: runtime.submit([2], _PARAMS),
+    "generate": lambda runtime, other: runtime.generate([2], _PARAMS),
+    "drain": lambda runtime, other: runtime.drain(),
+    "result": lambda runtime, other: other.result(),
+    "reading a stream": lambda runtime, other: list(other),
+}
+
+
+@pytest.mark.parametrize("what", _WAITING)
+def test_waiting_in_a_callback_is_refused_instead_of_waiting_for_itself(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with _runtime() as runtime:
-        handle = runtime.submit([1], _PARAMS, on_delta=lambda delta: runtime.submit([2], _PARAMS) and None)
+        other = runtime.submit([1], SamplingParams(max_tokens=3000, ignore_eos=True), stream=False)
+        handle = runtime.submit([1], _PARAMS, on_delta=lambda delta: _WAITING[what](runtime, other) and None)
         assert handle.result(timeout=30).finish_reason == "abort"
-        assert "would wait for its own thread" in caplog.text
+        name = "submit" if what == "generate" else what
+        assert f"{name} from an on_delta callback would wait for its own thread" in caplog.text
+
+
+def test_the_result_of_an_ended_request_and_closing_are_no_waiting() -> None:
+    with _runtime() as runtime:
+        other = runtime.submit([2], _PARAMS)
+        expected = other.result(timeout=30)
+        found: list[object] = []
+
+        def callback(delta: Delta) -> None:
+            found.append(other.result())
+            runtime.close()
+
+        handle = runtime.submit([1], SamplingParams(max_tokens=3000, ignore_eos=True), on_delta=callback)
+        with pytest.raises(EngineError, match="closed"):
+            handle.result(timeout=30)
+        assert found[0] == expected
+
+
+def test_deltas_go_to_one_reader() -> None:
+    with _runtime() as runtime:
+        handle = runtime.submit([1], _PARAMS)
+        deltas = list(handle)
+        with pytest.raises(RuntimeError, match=r"go to the iterator made before; result\(\) has the answer"):
+            list(handle)
+        assert handle.result(timeout=30).token_ids == tuple(t for d in deltas for t in d.token_ids)
+        called = runtime.submit([1], _PARAMS, on_delta=lambda delta: None)
+        with pytest.raises(RuntimeError, match="go to on_delta"):
+            iter(called)
+
+
+def test_a_program_that_leaves_without_closing_ends_the_engines_thread_first() -> None:
+    """Else the interpreter ends around a thread in ONNX Runtime, which aborts the process."""
+    script = f"""
+import atexit, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import test_runtime as t
+runtimes = []
+atexit.register(lambda: print("alive" if runtimes[0]._loop._thread.is_alive() else "ended"))  # the first comes last
+runtimes.append(t._runtime())
+runtimes[0].submit([1], t.SamplingParams(max_tokens=3000, ignore_eos=True))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
 
 
 def test_result_times_out() -> None:
