@@ -284,7 +284,7 @@ class Manifest:
     semantics: Mapping[str, str]
     files: Mapping[str, FileRecord]
     tokenizer_size: int
-    thinking_token_ids: Mapping[str, int]  # think, /think, tool_call, where the tokenizer has them
+    thinking_token_ids: Mapping[str, int]  # think, think_end, tool_call, where the tokenizer has them
     checkpoint: str  # where the weights came from, as given
     mtp_checkpoint: str = ""  # where those of the MTP layer came from, if from another folder
     toolchain: Mapping[str, str] = field(default_factory=dict)

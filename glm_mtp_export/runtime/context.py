@@ -42,17 +42,23 @@ class ContextLimit:
             limits.append((length, f"max_context {max_context_length} of the engine profile"))
         return cls(*min(limits, key=lambda limit: limit[0]))
 
-    def max_output(self, num_prompt: int, max_tokens: int | None) -> int:
+    def max_output(self, num_prompt: int, max_tokens: int | None, min_tokens: int = 0) -> int:
         """Output tokens a prompt may have; RequestError when prompt or wish is over the limit."""
         room = self.length - num_prompt
-        if room < 1 and max_tokens != 0:
+        least = 0 if max_tokens == 0 else 1
+        if room < least:
             raise RequestError(
                 f"The prompt has {num_prompt} tokens, the context limit is {self.length} with the output "
-                f"({self.reason}). Send a prompt of at most {self.length - 1} tokens."
+                f"({self.reason}). Send a prompt of at most {self.length - least} tokens."
             )
         if max_tokens is not None and max_tokens > room:
             raise RequestError(
                 f"Prompt {num_prompt} + max_tokens {max_tokens} = {num_prompt + max_tokens} tokens, the context limit "
-                f"is {self.length} ({self.reason}). Lower max_tokens to {max(room, 0)} or shorten the prompt."
+                f"is {self.length} ({self.reason}). Lower max_tokens to {room} or shorten the prompt."
+            )
+        if min_tokens > room:
+            raise RequestError(
+                f"Prompt {num_prompt} + min_tokens {min_tokens} = {num_prompt + min_tokens} tokens, the context limit "
+                f"is {self.length} ({self.reason}). Lower min_tokens to {room} or shorten the prompt."
             )
         return room if max_tokens is None else max_tokens

@@ -110,8 +110,9 @@ class Engine:
             raise RequestError(f"request_id {request.request_id!r} is in use. Choose another one.")
         self._check_prompt(request)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
-        self.capabilities.check(params, bool(stop_ids))
-        max_output = self.context_limit.max_output(len(request.prompt_token_ids), params.max_tokens)
+        self.capabilities.check(params, stop_ids)
+        num_prompt = len(request.prompt_token_ids)
+        max_output = self.context_limit.max_output(num_prompt, params.max_tokens, params.min_tokens)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         sequences = [self._sequence(request, i, max_output, seed, stop_ids) for i in range(params.n)]
         self._sequences[request.request_id] = sequences

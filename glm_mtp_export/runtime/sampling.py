@@ -238,6 +238,7 @@ class Capabilities:
     """What the step graph of an artifact offers beyond plain sampling."""
 
     vocab_size: int
+    tokenizer_size: int  # ids from here to vocab_size are never sampled
     num_speculative_tokens: int
     has_token_bitmask: bool
     has_penalties: bool
@@ -251,6 +252,7 @@ class Capabilities:
         names = {spec.name for spec in manifest.inputs}
         return cls(
             vocab_size=manifest.config.vocab_size,
+            tokenizer_size=manifest.tokenizer_size,
             num_speculative_tokens=manifest.speculation.num_speculative_tokens,
             has_token_bitmask="token_bitmask" in names,
             has_penalties=names.issuperset(PENALTY_INPUTS),
@@ -259,9 +261,13 @@ class Capabilities:
             has_tokenizer=has_tokenizer,
         )
 
-    def check(self, params: SamplingParams, has_stop_ids: bool) -> None:
+    def check(self, params: SamplingParams, stop_ids: frozenset[int]) -> None:
         """Raise RequestError naming each parameter that this artifact cannot serve exactly."""
-        problems = [*self._mask_problems(params, has_stop_ids), *self._other_problems(params)]
+        problems = [*self._mask_problems(params, bool(stop_ids)), *self._other_problems(params)]
+        forbidden = stop_ids.union(params.banned_token_ids) if params.min_tokens else params.banned_token_ids
+        if sum(token < self.tokenizer_size for token in forbidden) >= self.tokenizer_size:
+            beside = " beside the stop ids, which min_tokens forbids" if params.min_tokens else ""
+            problems.append(f"logit_bias bans every token{beside}")
         if problems:
             raise RequestError("This artifact cannot serve the request: " + "; ".join(problems) + ".")
 

@@ -349,6 +349,11 @@ def test_context_limit_is_refused_before_prefill() -> None:
         b.add("long prompt", range(64), SamplingParams(max_tokens=1))
     with pytest.raises(RequestError, match=r"Prompt 61 \+ max_tokens 4 = 65 tokens.*Lower max_tokens to 3"):
         b.add("too many", range(61), SamplingParams(max_tokens=4))
+    with pytest.raises(RequestError, match=r"Prompt 61 \+ min_tokens 4 = 65 tokens.*Lower min_tokens to 3"):
+        b.add("too many at least", range(61), SamplingParams(min_tokens=4))
+    with pytest.raises(RequestError, match=r"65 tokens, the context limit is 64 .*a prompt of at most 64 tokens"):
+        b.add("no answer wanted", range(65), SamplingParams(max_tokens=0))
+    b.add("no answer", range(64), SamplingParams(max_tokens=0))
     b.add("fits", range(60), replace(_GREEDY, max_tokens=4))
     b.add("open end", range(60), replace(_GREEDY, max_tokens=None))
     b.run()

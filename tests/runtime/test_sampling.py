@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
-from fake_model import fake_manifest
+from fake_model import EOS, fake_manifest
 
 from glm_mtp_export.errors import RequestError
 from glm_mtp_export.runtime.sampling import Capabilities, SamplingParams, StructuredOutput
+
+_STOPS = frozenset({EOS})
 
 
 @pytest.mark.parametrize(
@@ -101,44 +104,58 @@ def test_parameters_are_frozen_hashable_and_normalised() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "has_stop_ids", "message"),
+    ("fields", "stop_ids", "message"),
     [
         (
             {"structured_output": StructuredOutput(regex="a")},
-            True,
+            _STOPS,
             "structured_output needs the graph input token_bitmask",
         ),
-        ({"min_tokens": 2}, True, "min_tokens needs the graph input token_bitmask"),
-        ({"min_tokens": 2}, False, None),
-        ({"logit_bias": {5: -100.0}}, True, "logit_bias needs the graph input token_bitmask"),
-        ({"logit_bias": {5: -1.0}}, True, "logit_bias other than -100 needs the graph input logit_bias"),
-        ({"presence_penalty": 0.1}, True, "need the graph inputs presence_penalty, frequency_penalty"),
-        ({"repetition_penalty": 1.1}, True, "--enable-penalties"),
-        ({"logprobs": 0}, True, "logprobs is 0, compiled in: none"),
-        ({"stop_token_ids": (288,)}, True, "token ids [288] are outside the vocabulary of 288"),
-        ({"top_k": 5, "top_p": 0.5, "min_p": 0.1, "seed": 3, "thinking_budget": 4, "stop": ("a",)}, True, None),
+        ({"min_tokens": 2}, _STOPS, "min_tokens needs the graph input token_bitmask"),
+        ({"min_tokens": 2}, frozenset(), None),
+        ({"logit_bias": {5: -100.0}}, _STOPS, "logit_bias needs the graph input token_bitmask"),
+        ({"logit_bias": {5: -1.0}}, _STOPS, "logit_bias other than -100 needs the graph input logit_bias"),
+        ({"presence_penalty": 0.1}, _STOPS, "need the graph inputs presence_penalty, frequency_penalty"),
+        ({"repetition_penalty": 1.1}, _STOPS, "--enable-penalties"),
+        ({"logprobs": 0}, _STOPS, "logprobs is 0, compiled in: none"),
+        ({"stop_token_ids": (288,)}, _STOPS, "token ids [288] are outside the vocabulary of 288"),
+        ({"top_k": 5, "top_p": 0.5, "min_p": 0.1, "seed": 3, "thinking_budget": 4, "stop": ("a",)}, _STOPS, None),
     ],
 )
 def test_what_the_graph_cannot_do_is_refused_by_name(
-    fields: dict[str, Any], has_stop_ids: bool, message: str | None
+    fields: dict[str, Any], stop_ids: frozenset[int], message: str | None
 ) -> None:
     plain = fake_manifest(structured=False, penalties=False, num_logprobs=-1)
     full = fake_manifest()
     Capabilities.of(full, True).check(
-        SamplingParams(**{k: v for k, v in fields.items() if k != "stop_token_ids"}), has_stop_ids
+        SamplingParams(**{k: v for k, v in fields.items() if k != "stop_token_ids"}), stop_ids
     )
     capabilities = Capabilities.of(plain, True)
     if message is None:
-        capabilities.check(SamplingParams(**fields), has_stop_ids)
+        capabilities.check(SamplingParams(**fields), stop_ids)
     else:
         with pytest.raises(RequestError) as caught:
-            capabilities.check(SamplingParams(**fields), has_stop_ids)
+            capabilities.check(SamplingParams(**fields), stop_ids)
         assert message in str(caught.value)
+
+
+def test_a_request_that_leaves_no_token_is_refused() -> None:
+    capabilities = Capabilities.of(fake_manifest(), True)
+    assert capabilities.tokenizer_size < capabilities.vocab_size  # ids beyond are never sampled, banned or not
+    every = dict.fromkeys(range(capabilities.tokenizer_size), -100.0)
+    but_stops = {token: bias for token, bias in every.items() if token not in _STOPS}
+    for bias, min_tokens, message in (
+        (every, 0, "logit_bias bans every token."),
+        (but_stops, 1, "logit_bias bans every token beside the stop ids, which min_tokens forbids"),
+    ):
+        with pytest.raises(RequestError, match=re.escape(message)):
+            capabilities.check(SamplingParams(logit_bias=bias, min_tokens=min_tokens), _STOPS)
+    capabilities.check(SamplingParams(logit_bias=but_stops), _STOPS)
 
 
 def test_text_features_need_a_tokenizer() -> None:
     capabilities = Capabilities.of(fake_manifest(), False)
     with pytest.raises(RequestError, match=r"need tokenizer\.json"):
-        capabilities.check(SamplingParams(stop=("a",)), True)
+        capabilities.check(SamplingParams(stop=("a",)), _STOPS)
     with pytest.raises(RequestError, match="logprobs is 4, compiled in: 3"):
-        capabilities.check(SamplingParams(logprobs=4), True)
+        capabilities.check(SamplingParams(logprobs=4), _STOPS)
