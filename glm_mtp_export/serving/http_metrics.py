@@ -28,10 +28,18 @@ class ResponseCounter:
             await self._app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in _PATHS else "other"
+        is_answered = False
 
         async def counted(message: Message) -> None:
+            nonlocal is_answered
             if message["type"] == "http.response.start":
+                is_answered = True
                 self._responses.labels(path=path, status=str(message["status"])).inc()
             await send(message)
 
-        await self._app(scope, receive, counted)
+        try:
+            await self._app(scope, receive, counted)
+        except Exception:
+            if not is_answered:  # the answer to a bug is made outside of all middleware
+                self._responses.labels(path=path, status="500").inc()
+            raise

@@ -206,6 +206,22 @@ def test_responses_are_counted_by_path_and_status(shared_server: RunningServer) 
     assert [_counter(shared_server, name) for name in names] == [count + 1 for count in before]
 
 
+def test_a_bug_is_answered_without_its_details_and_counted(
+    shared_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(num_sequences: int) -> None:
+        raise ZeroDivisionError("secret")
+
+    name = f'glm_mtp_http_responses_total{{path="{PLAIN}",status="500"}}'
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_server.app.state.front, "check_size", fail)
+        refused(shared_server.post(PLAIN, {"prompt": "x"}), 500, "The server met an unexpected error; its log has")
+        before = _counter(shared_server, name)
+        for stream in (False, True):
+            assert "secret" not in shared_server.post(PLAIN, {"prompt": "x", "stream": stream}).text
+    assert _counter(shared_server, name) == before + 2
+
+
 def _counter(server: RunningServer, name: str) -> float:
     lines = server.get("/metrics").text.splitlines()
     return float(next(line.split()[1] for line in lines if line.startswith(name + " ")))
