@@ -74,9 +74,18 @@ class Front:
         """True while requests are taken."""
         return not self._is_closing and self.runtime.is_healthy
 
+    def check_size(self, num_sequences: int) -> None:
+        """RequestError for what will not fit however often it is tried."""
+        if num_sequences > self.max_sequences:
+            raise RequestError(
+                f"The request asks for {num_sequences} sequences at once (prompts times n), at most {self.max_sequences} "
+                "run or wait here. Split it."
+            )
+
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request; returns when the engine has taken it, within one step. Deltas may arrive before that."""
         _check_structure(request)
+        self.check_size(request.params.n)
         live = _Live(sink, request.params.n)
         with self._lock:
             if self._is_closing:

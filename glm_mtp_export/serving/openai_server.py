@@ -111,6 +111,7 @@ class _Server:
         loop = asyncio.get_running_loop()
         request_id = f"{prefix}-{uuid.uuid4().hex}"
         prepared = await loop.run_in_executor(self._preparing, prepare, body, self.model, request_id)
+        self.front.check_size(sum(prompt.request.params.n for prompt in prepared.prompts))
         answer = Answer(prepared, self.model)
         events = self._events(prepared)
         if not prepared.streams:

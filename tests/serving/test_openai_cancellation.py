@@ -85,7 +85,10 @@ def test_too_many_requests_are_told_so_at_once(serve: Serve) -> None:
         assert "the limit of 2" in refused.json()["error"]["message"]
     with pytest.raises(openai.RateLimitError):
         server.openai.completions.create(model="nano", prompt="x")
-    assert server.post(PLAIN, {"prompt": "x", "n": 3}).status_code == 429
+    for body in ({"prompt": "x", "n": 3}, {"prompt": ["x"] * 3, "stream": True}):  # trying again would not help
+        refused = server.post(PLAIN, body)
+        assert (refused.status_code, refused.headers.get("retry-after")) == (400, None)
+        assert "asks for 3 sequences at once (prompts times n), at most 2" in refused.json()["error"]["message"]
     for connection in held:
         connection.close()
     wait_until(server.is_idle, seconds=3)
