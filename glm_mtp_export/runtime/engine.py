@@ -230,8 +230,8 @@ class Engine:
                 continue
             if sequence.in_flight is row:
                 sequence.in_flight = None
-            if row.num_tokens > 2:
-                self.statistics.num_prefill_tokens += row.num_tokens
+            # All that is fed but the sample of the call before.
+            self.statistics.num_prefill_tokens += row.num_tokens - (row.is_final and sequence.num_output > 0)
             if not (0 <= next_tokens[b] < self.capabilities.vocab_size and 0 <= num_accepted[b] <= row.num_drafts):
                 self._fail(row, next_tokens[b], num_accepted[b])
                 deltas.append(self._last_delta(sequence))

@@ -71,6 +71,21 @@ def test_statistics_count_what_was_emitted() -> None:
     assert b.engine.statistics.tokens_per_call == 2.0
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+@pytest.mark.parametrize("chunk", [1, 2, 5, 512])
+def test_prefill_counts_every_prompt_token_once_and_what_is_computed_again(chunk: int, ahead: bool) -> None:
+    config = SchedulerConfig(max_chunk_tokens=chunk, enable_prefix_sharing=False)
+    b = bench(3, 64, hashed_errors(30, 1), config, launch_ahead=ahead)
+    for length in (1, 2, 3, 64, 65):
+        b.add(f"r{length}", range(length), replace(_GREEDY, max_tokens=9))
+    b.run()
+    assert b.engine.statistics.num_prefill_tokens == 1 + 2 + 3 + 64 + 65
+    forced = bench(3, launch_ahead=ahead)
+    forced.add("r", [5, THINK], replace(_GREEDY, max_tokens=9, thinking_budget=1))
+    forced.run()
+    assert forced.engine.statistics.num_prefill_tokens == 2 + 1  # the position before </think> is fed again
+
+
 @pytest.mark.parametrize("max_tokens", range(10))
 def test_max_tokens_is_exact(max_tokens: int) -> None:
     ids, _reason, _logprobs = oracle.generate(_PROMPT, _GREEDY, 0, 20)
