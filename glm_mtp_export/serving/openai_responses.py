@@ -225,9 +225,16 @@ class Answer:
         return {
             "tokens": [token["token"] for token in tokens],
             "token_logprobs": [token["logprob"] for token in tokens],
-            "top_logprobs": [{self._model.tokenizer.decode([i]): p for i, p in entry.top} for entry in found],
+            "top_logprobs": [self._top_by_text(entry) for entry in found],
             "text_offset": offsets,
         }
+
+    def _top_by_text(self, entry: TokenLogprob) -> dict[str, float]:
+        """The likeliest tokens; of several with one text (U+FFFD for every part of a character) the likeliest counts."""
+        top: dict[str, float] = {}
+        for token, logprob in entry.top:
+            top.setdefault(self._model.tokenizer.decode([token]), logprob)
+        return top
 
 
 def _message_fields(said: ChatDelta, *, streamed: bool) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import pytest
 from scripted_model import Script, make_runtime
 from server_process import RunningServer
 
+from glm_mtp_export.runtime.session import StepInputs, StepOutputs
+
 ANSWERS = {"once": " upon a 数 time", "twice": " is enough"}
 
 
@@ -86,6 +88,22 @@ def test_logprobs_have_one_entry_a_token_at_its_place_in_the_text(server: Runnin
         for choice in chunk.choices:
             offsets += choice.logprobs.text_offset if choice.logprobs else []
     assert offsets == found.text_offset
+
+
+def test_of_several_likely_tokens_with_one_text_the_likeliest_counts(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = server.runtime.session.run
+
+    def with_parts_of_a_character(inputs: StepInputs) -> StepOutputs:
+        outputs = run(inputs)
+        assert outputs.top_ids is not None and outputs.top_logprobs is not None
+        outputs.top_ids[:] = "数".encode()[0], "数".encode()[1], ord("a")
+        return outputs
+
+    monkeypatch.setattr(server.runtime.session, "run", with_parts_of_a_character)
+    (top,) = complete(server, prompt="once", logprobs=3, max_tokens=1).choices[0].logprobs.top_logprobs
+    assert top == {"\ufffd": -0.25, "a": -4.0}
 
 
 def test_stream_options_give_usage_in_a_chunk_of_its_own(server: RunningServer) -> None:
