@@ -48,8 +48,11 @@ def status_of(error: Exception) -> tuple[int, str]:
 
 def message_of(error: Exception) -> str:
     """What may be shown: our own errors say what to do, others stay in the log."""
-    known = isinstance(error, GlmMtpError | SequenceFailedError)
-    return str(error) if known else "The server met an unexpected error; its log has the details."
+    return str(error) if _is_ours(error) else "The server met an unexpected error; its log has the details."
+
+
+def _is_ours(error: Exception) -> bool:
+    return isinstance(error, GlmMtpError | SequenceFailedError)
 
 
 def refusal(status: int, kind: str, message: str, *, param: str | None = None, code: str | None = None) -> Response:
@@ -64,7 +67,10 @@ def on_error(request: HttpRequest, error: Exception) -> Response:
     status, kind = status_of(error)
     if status == 500:
         _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return refusal(status, kind, message_of(error), code="model_not_found" if status == 404 else None)
+    response = refusal(status, kind, message_of(error), code="model_not_found" if status == 404 else None)
+    if not _is_ours(error):
+        response.headers["connection"] = "close"  # the exception goes on to the HTTP server, which closes it
+    return response
 
 
 def on_invalid_body(request: HttpRequest, error: Exception) -> Response:
