@@ -177,8 +177,9 @@ class EngineLoop:
     def abort(self, request_id: str) -> None:
         """End a request within one step."""
         with self._wake:
-            self._inbox.append(request_id)
-            self._wake.notify()
+            if self._failure is None:  # else all have ended, and nobody would empty the inbox
+                self._inbox.append(request_id)
+                self._wake.notify()
 
     def drain(self, timeout: float | None = None) -> bool:
         """Refuse new requests and wait for the running ones; False when `timeout` seconds were not enough."""

@@ -340,6 +340,8 @@ def run(
     """Serve an engine folder until interrupted. Other machines reach it only with an explicit `host`."""
     import uvicorn
 
+    from glm_mtp_export.serving.draining_server import DrainingServer
+
     directory = Path(engine_dir)
     limits = limits or ServerLimits()
     listener = _listening_socket(host, port)  # before the engine, which may take minutes to load
@@ -350,15 +352,9 @@ def run(
     except BaseException:
         runtime.close()
         raise
-    config = uvicorn.Config(
-        app,
-        log_level="info",
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=int(limits.drain_seconds) + 5,
-        h11_max_incomplete_event_size=64 << 10,
-    )
+    config = uvicorn.Config(app, log_level="info", timeout_keep_alive=75, h11_max_incomplete_event_size=64 << 10)
     _log.info("serving %s on http://%s:%d/v1", model.name, host, port)
-    uvicorn.Server(config).run(sockets=[listener])
+    DrainingServer(config, app.state.front, limits.drain_seconds).run(sockets=[listener])
 
 
 def _listening_socket(host: str, port: int) -> socket.socket:

@@ -224,6 +224,13 @@ def test_closing_twice_does_no_harm_and_a_closed_runtime_says_so(monkeypatch: py
     assert closed == [1]
 
 
+def test_aborting_after_the_end_leaves_nothing_to_drain() -> None:
+    runtime = _runtime()
+    runtime.close()
+    runtime.abort("request-0")
+    assert runtime.drain(timeout=0)
+
+
 def test_two_threads_may_close_at_once() -> None:
     class Session(FakeSession):
         num_closed = 0

@@ -13,6 +13,7 @@ import openai
 import uvicorn
 
 from glm_mtp_export.runtime.runtime import Runtime
+from glm_mtp_export.serving.draining_server import DrainingServer
 from glm_mtp_export.serving.openai_server import ServerLimits, create_app
 from glm_mtp_export.serving.served_model import ServedModel
 
@@ -39,10 +40,8 @@ class RunningServer:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.app = create_app(runtime, ServedModel.load(folder, "nano", runtime.tokenizer), ServerLimits(**options))
-        config = uvicorn.Config(
-            self.app, host="127.0.0.1", port=self.port, log_level="warning", timeout_graceful_shutdown=2
-        )
-        self._server = uvicorn.Server(config)
+        config = uvicorn.Config(self.app, host="127.0.0.1", port=self.port, log_level="warning")
+        self._server = DrainingServer(config, self.app.state.front, options["drain_seconds"])
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
         wait_until(lambda: self._server.started)

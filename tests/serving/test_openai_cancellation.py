@@ -137,6 +137,28 @@ def test_stopping_lets_running_requests_finish(serve: Serve) -> None:
     assert answers[0].status_code == 200 and answers[0].json()["choices"][0]["text"] == " upon" + " a time" * 20
 
 
+def test_stopping_tells_requests_that_outlast_it(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    server = serve(Script(step_seconds=0.02), drain_seconds=0.3)
+    with ThreadPoolExecutor(8) as pool:
+        bodies = [{"prompt": "endless", "max_tokens": 8000, "stream": i % 2 == 0} for i in range(8)]
+        answers = [pool.submit(server.post, PLAIN, body) for body in bodies]
+        wait_until(lambda: server.app.state.front.num_sequences == 8)
+        began = time.monotonic()
+        server.stop(keep_client=True)
+        assert 0.3 <= time.monotonic() - began < 4
+    for body, answer in zip(bodies, answers, strict=True):
+        response = answer.result()
+        if body["stream"]:
+            assert response.text.endswith("data: [DONE]\n\n")
+            error = json.loads(response.text.split("data: ")[-2])["error"]
+        else:
+            assert response.status_code == 503
+            error = response.json()["error"]
+        assert error["type"] == "service_unavailable_error"
+        assert error["message"] == "The server was stopped before the request ended."
+    assert "Cancel" not in caplog.text and "Traceback" not in caplog.text
+
+
 def test_sixty_four_clients_at_once_get_their_own_answers(serve: Serve) -> None:
     answers = {f"q{i:02d}": f" answer number {i} 数" * (1 + i % 7) for i in range(64)}
     server = serve(Script(answers))
