@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +37,7 @@ from glm_mtp_export.runtime.logs import log_event
 from glm_mtp_export.runtime.metrics import EngineStatistics, Gauges
 from glm_mtp_export.runtime.paging import PageAllocator
 from glm_mtp_export.runtime.request import Completion, Delta, FinishReason, Request
-from glm_mtp_export.runtime.sampling import Capabilities
+from glm_mtp_export.runtime.sampling import Capabilities, SamplingParams
 from glm_mtp_export.runtime.scheduler import ScheduledRow, Scheduler, SchedulerConfig
 from glm_mtp_export.runtime.sequence import Sequence
 from glm_mtp_export.runtime.session import AheadSession, StepOutputs, StepSession, can_launch_ahead
@@ -92,6 +94,7 @@ class Engine:
         self._eos_ids = frozenset(manifest.config.eos_token_ids)
         self._batcher = StepBatcher(manifest, self.capabilities)
         self._grammars: GrammarCompiler | None = None
+        self._grammars_lock = threading.Lock()
         self._sequences: dict[str, list[Sequence]] = {}
         self._followers: dict[tuple[str, int], list[Sequence]] = {}
         self._ended: list[Sequence] = []  # ended between steps: their last deltas come with the next one
@@ -103,8 +106,22 @@ class Engine:
 
     # ---- requests
 
-    def add_request(self, request: Request) -> None:
-        """Queue a request. RequestError, with nothing queued, when it cannot be served as asked."""
+    def grammar(self, params: SamplingParams) -> Any:
+        """What `params.structured_output` compiles to; None without one, or where `add_request` will refuse it.
+
+        Any thread may call this. It may take seconds, in which the thread that steps the engine has better things to do.
+        """
+        structure = params.structured_output
+        if structure is None or self.tokenizer is None or not self.capabilities.has_token_bitmask:
+            return None
+        with self._grammars_lock:
+            if self._grammars is None:
+                self._grammars = GrammarCompiler(self.tokenizer, self.capabilities.vocab_size)
+        return self._grammars.compile(structure)
+
+    def add_request(self, request: Request, grammar: Any = None) -> None:
+        """Queue a request. RequestError, with nothing queued, when it cannot be served as asked. `grammar`: of its parameters,
+        where it is compiled already."""
         params = request.params
         if request.request_id in self._sequences:
             raise RequestError(f"request_id {request.request_id!r} is in use. Choose another one.")
@@ -114,7 +131,8 @@ class Engine:
         num_prompt = len(request.prompt_token_ids)
         max_output = self.context_limit.max_output(num_prompt, params.max_tokens, params.min_tokens)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        sequences = [self._sequence(request, i, max_output, seed, stop_ids) for i in range(params.n)]
+        grammar = self.grammar(params) if grammar is None else grammar
+        sequences = [self._sequence(request, i, max_output, seed, stop_ids, grammar) for i in range(params.n)]
         self._sequences[request.request_id] = sequences
         if max_output == 0:
             for sequence in sequences:
@@ -157,7 +175,9 @@ class Engine:
             bad = next(t for t in prompt if not 0 <= t < vocab_size)
             raise RequestError(f"Prompt token id {bad} is outside the vocabulary of {vocab_size}. Check the tokenizer.")
 
-    def _sequence(self, request: Request, index: int, max_output: int, seed: int, stop_ids: frozenset[int]) -> Sequence:
+    def _sequence(
+        self, request: Request, index: int, max_output: int, seed: int, stop_ids: frozenset[int], grammar: Any
+    ) -> Sequence:
         params = request.params
         phase = ThinkingPhase(self._thinking_ids, request.prompt_token_ids)
         # Wraps like two's complement, so that seed + i stays in int64.
@@ -173,12 +193,8 @@ class Engine:
                 skip_special_tokens=params.skip_special_tokens,
                 min_tokens=params.min_tokens,
             )
-        if params.structured_output is not None and self.tokenizer is not None:
-            if self._grammars is None:
-                self._grammars = GrammarCompiler(self.tokenizer, self.capabilities.vocab_size)
-            sequence.grammar = self._grammars.state(
-                params.structured_output, stop_ids, self._thinking_ids, phase.is_open
-            )
+        if grammar is not None and self._grammars is not None:
+            sequence.grammar = self._grammars.state(grammar, stop_ids, self._thinking_ids, phase.is_open)
         return sequence
 
     # ---- one step

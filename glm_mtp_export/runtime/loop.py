@@ -15,6 +15,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from glm_mtp_export.errors import EngineError, GlmMtpError
 from glm_mtp_export.runtime.engine import Engine
@@ -35,6 +36,7 @@ class RequestHandle:
         self._deltas: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
         self._completions: dict[int, Completion] = {}
         self._has_reader = False
+        self._grammar: Any = None
         self._accepted = threading.Event()
         self._is_admitted = False
         self._finished = threading.Event()
@@ -158,14 +160,12 @@ class EngineLoop:
     def submit(self, request: Request, on_delta: Callable[[Delta], None] | None = None) -> RequestHandle:
         """Queue a request; returns once the engine has taken or refused it. `on_delta` runs in the engine's thread."""
         self.check_may_wait("submit")
+        self._refuse_when_over()
         handle = RequestHandle(request, self, on_delta)
+        # Here, where it keeps nobody else waiting: some grammars take many seconds.
+        handle._grammar = self.engine.grammar(request.params)
         with self._wake:
-            if self._closing:
-                raise EngineError("The runtime is closed and takes no requests. Load it again.")
-            if self._failure is not None:
-                raise EngineError(f"The engine has stopped after an error ({self._failure}). Restart it.")
-            if self._draining:
-                raise EngineError("The engine is draining and takes no new requests. Send it to another replica.")
+            self._refuse_when_over()
             self._inbox.append(handle)
             self._wake.notify()
         handle._accepted.wait()
@@ -173,6 +173,14 @@ class EngineLoop:
         if not handle._is_admitted and handle._error is not None:
             raise handle._error
         return handle
+
+    def _refuse_when_over(self) -> None:
+        if self._closing:
+            raise EngineError("The runtime is closed and takes no requests. Load it again.")
+        if self._failure is not None:
+            raise EngineError(f"The engine has stopped after an error ({self._failure}). Restart it.")
+        if self._draining:
+            raise EngineError("The engine is draining and takes no new requests. Send it to another replica.")
 
     def abort(self, request_id: str) -> None:
         """End a request within one step."""
@@ -233,7 +241,7 @@ class EngineLoop:
 
     def _admit(self, handle: RequestHandle) -> None:
         try:
-            self.engine.add_request(handle.request)
+            self.engine.add_request(handle.request, handle._grammar)
         except Exception as error:
             handle._fail(error)
             return

@@ -40,7 +40,7 @@ _JSON_STRING_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t"
 
 
 class GrammarCompiler:
-    """Compiles requests' structures for one vocabulary; equal structures are compiled once."""
+    """Compiles requests' structures for one vocabulary; equal structures are compiled once, but for those asked for at once."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         try:
@@ -63,11 +63,12 @@ class GrammarCompiler:
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
         self._compiled = lru_cache(maxsize=128)(self._compile)
 
-    def state(
-        self, structure: StructuredOutput, stop_ids: frozenset[int], thinking: ThinkingIds, in_thinking: bool
-    ) -> GrammarState:
+    def compile(self, structure: StructuredOutput) -> Any:
+        """The grammar that `state` takes. Any thread may call this; it may take seconds, without Python's lock."""
+        return self._compiled(structure)
+
+    def state(self, compiled: Any, stop_ids: frozenset[int], thinking: ThinkingIds, in_thinking: bool) -> GrammarState:
         """A fresh state; with `in_thinking` the grammar waits for `</think>`."""
-        compiled = self._compiled(structure)
         ends = stop_ids & self._ends or stop_ids  # xgrammar would forbid the others inside the answer
         matcher = self._xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(ends))
         num_words = -(-self._vocab_size // 32)

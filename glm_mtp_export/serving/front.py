@@ -32,7 +32,7 @@ _STOPPED = "The server was stopped before the request ended."
 SUBMIT_THREADS = 128
 """Threads of a server that call `submit`: each waits for the step in progress, so as many requests can join the next one."""
 _MAX_STRUCTURE_CHARACTERS = 64 << 10
-"""Grammars are compiled on the engine's thread: this size takes milliseconds, ten times as much could take half a minute."""
+"""Of a schema or grammar. Most of this size compile in less than a second, all of it one core's on the submitting thread."""
 
 
 class QueueFullError(RequestError):

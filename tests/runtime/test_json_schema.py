@@ -99,7 +99,7 @@ def test_a_schema_that_cannot_be_enforced_whole_is_refused() -> None:
     compiler = GrammarCompiler(TOKENIZER, len(TOKENIZER))
     structure = StructuredOutput(json_schema='{"type": "array", "uniqueItems": true}')
     with pytest.raises(RequestError, match=r"cannot be enforced: schema: uniqueItems\. Leave it out"):
-        compiler.state(structure, frozenset(TOKENIZER.eos_ids), ThinkingIds(), False)
+        compiler.compile(structure)
 
 
 def test_what_cannot_be_enforced_is_left_to_the_model_where_the_caller_is_not_strict() -> None:
@@ -108,5 +108,5 @@ def test_what_cannot_be_enforced_is_left_to_the_model_where_the_caller_is_not_st
     compiler = GrammarCompiler(TOKENIZER, len(TOKENIZER))
     structure = StructuredOutput(json_schema=schema, strict=False)
     for text, allowed in (("[1,1]", True), ("[1,1,1]", False), ('["a"]', False)):
-        state = compiler.state(structure, frozenset(TOKENIZER.eos_ids), ThinkingIds(), False)
+        state = compiler.state(compiler.compile(structure), frozenset(TOKENIZER.eos_ids), ThinkingIds(), False)
         assert all(state.advance(token) for token in TOKENIZER.encode(text)) == allowed, text

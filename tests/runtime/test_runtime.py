@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from glm_mtp_export.runtime.engine import Engine
 from glm_mtp_export.runtime.loop import RequestHandle
 from glm_mtp_export.runtime.request import Delta
 from glm_mtp_export.runtime.runtime import Runtime, default_profile
-from glm_mtp_export.runtime.sampling import SamplingParams
+from glm_mtp_export.runtime.sampling import SamplingParams, StructuredOutput
 from glm_mtp_export.runtime.session import StepInputs, StepOutputs
+from glm_mtp_export.runtime.structured import GrammarCompiler
 
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -132,6 +134,28 @@ def test_what_would_break_everyones_batch_is_refused_first() -> None:
         with pytest.raises(RequestError, match="params is dict, expected SamplingParams"):
             runtime.submit([1], {"max_tokens": 3})  # type: ignore[arg-type]
         assert runtime.generate([1], _PARAMS)[0].token_ids and runtime.is_healthy
+
+
+def test_a_grammar_that_takes_long_to_compile_keeps_nobody_else_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_at_once, compiling, go_on = GrammarCompiler.compile, threading.Event(), threading.Event()
+
+    def compile_slowly(compiler: GrammarCompiler, structure: StructuredOutput) -> Any:
+        compiling.set()
+        assert go_on.wait(30)
+        return compile_at_once(compiler, structure)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_slowly)
+    params = SamplingParams(max_tokens=9, structured_output=StructuredOutput(choice=("maybe",)))
+    with _runtime() as runtime, ThreadPoolExecutor(1) as pool:
+        running = runtime.stream([1], SamplingParams(max_tokens=3000, ignore_eos=True))
+        slow = pool.submit(runtime.generate, [2], params)
+        assert compiling.wait(30)
+        for _ in range(3):
+            assert next(running).token_ids
+        assert runtime.generate([3], _PARAMS)[0].token_ids
+        assert not slow.done()
+        go_on.set()
+        assert slow.result(timeout=30)[0].text == "maybe"
 
 
 def test_drain_refuses_new_requests_and_lets_running_ones_end() -> None:
