@@ -286,6 +286,7 @@ class Manifest:
     tokenizer_size: int
     thinking_token_ids: Mapping[str, int]  # think, think_end, tool_call, where the tokenizer has them
     checkpoint: str  # where the weights came from, as given
+    draft_dtype: str = ""  # of the MTP layers, where it was chosen for them alone
     mtp_checkpoint: str = ""  # where those of the MTP layer came from, if from another folder
     toolchain: Mapping[str, str] = field(default_factory=dict)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

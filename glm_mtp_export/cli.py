@@ -215,6 +215,12 @@ def inspect(checkpoint: Path, as_json: bool, hashes: Path | None, mtp_checkpoint
     default=None,
     help="Weight format; default: as stored. The portable dialect keeps float32, rounded as this format would.",
 )
+@click.option(
+    "--draft-dtype",
+    type=click.Choice(_DTYPES),
+    default=None,
+    help="Weight format of the MTP layer alone: drafts are checked, so it changes speed and acceptance, not the text.",
+)
 @click.option("--cache-dtype", type=str, default=None, help="device: bfloat16 (default) or float8_e4m3fn.")
 @click.option("--tensor-parallel-size", type=int, default=1, show_default=True)
 @click.option("--expert-parallel", is_flag=True, help="Whole experts per rank instead of slices of each.")
@@ -227,6 +233,7 @@ def export(
     output: Path,
     dialect: str,
     dtype: str | None,
+    draft_dtype: str | None,
     cache_dtype: str | None,
     tensor_parallel_size: int,
     expert_parallel: bool,
@@ -242,6 +249,7 @@ def export(
     options = ExportOptions(
         dialect=dialect,
         dtype=dtype,
+        draft_dtype=draft_dtype,
         cache_dtype=cache_dtype,
         speculation=SpeculationConfig(**speculation),
         parallel=ParallelConfig(tensor_parallel_size, expert_parallel),
@@ -254,8 +262,9 @@ def export(
             checkpoint, output, options, progress, lambda needs: click.echo(f"{output}: {needs}", err=True)
         )
     nodes = sum(manifest.ops.values())
+    dtypes = manifest.dtype + (f" with a draft in {manifest.draft_dtype}" if manifest.draft_dtype else "")
     click.echo(
-        f"{output}: {manifest.dialect} dialect, {manifest.dtype}, K = {manifest.speculation.num_speculative_tokens}, "
+        f"{output}: {manifest.dialect} dialect, {dtypes}, K = {manifest.speculation.num_speculative_tokens}, "
         f"{nodes} custom nodes, {len(manifest.weights)} weights."
     )
 
@@ -472,6 +481,7 @@ def demo(output: Path | None, num_speculative_tokens: int) -> None:
 )
 @click.option("--cache-dtype", default="bfloat16", show_default=True)
 @click.option("--dtype", type=click.Choice(_DTYPES), default=None, help="Weight format; default: as stored.")
+@click.option("--draft-dtype", type=click.Choice(_DTYPES), default=None, help="Of the MTP layer alone.")
 @click.option(
     *_speculative("--num-speculative-tokens"), "num_speculative_tokens", type=int, default=3, show_default=True
 )

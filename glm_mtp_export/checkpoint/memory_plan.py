@@ -68,6 +68,7 @@ class MemoryPlan:
 
     checkpoint: str
     dtype: str
+    draft_dtype: str | None  # None: what `dtype` says of the MTP layers
     cache_dtype: str
     num_gpus: int
     gpu_memory_bytes: int
@@ -87,6 +88,11 @@ class MemoryPlan:
     largest_batch: int  # of requests with max_tokens each
     batch_limit: str
     notices: tuple[str, ...] = ()
+
+    @property
+    def dtypes(self) -> str:
+        """For people: the weights' format, and the draft's where it was chosen."""
+        return self.dtype + (f", the draft's as {self.draft_dtype}" if self.draft_dtype else "")
 
     @property
     def bytes_per_token(self) -> int:
@@ -221,13 +227,15 @@ def plan_memory(
     max_tokens: int | None = None,
     cache_dtype: str = BFLOAT16,
     dtype: str | None = None,
+    draft_dtype: str | None = None,
     num_speculative_tokens: int = 3,
     expert_parallel: bool = False,
     max_num_batched_tokens: int = 2048,
     max_total_context: int = 0,
     reserve_bytes: int = RESERVE_BYTES,
 ) -> MemoryPlan:
-    """Plan `gpus` cards of `gpu_memory` GiB; `dtype` None: as stored; `max_tokens` None: the most that fits.
+    """Plan `gpus` cards of `gpu_memory` GiB; `dtype` None: as stored, `draft_dtype` None: what `dtype` says of the MTP layers;
+    `max_tokens` None: the most that fits.
 
     `max_total_context`: as in an engine profile; 0: the pages decide.
     """
@@ -251,7 +259,9 @@ def plan_memory(
         raise OptionError(f"--max-tokens is {max_tokens}, expected at most max_position_embeddings = {most}.")
     chosen = dtype or stored_dtype(view)
     num_modules = config.num_draft_modules(num_speculative_tokens) if with_draft else 0
-    entries = weight_plan(view, DEVICE, chosen, with_draft, num_modules)
+    if draft_dtype is not None and not with_draft:
+        raise OptionError("--draft-dtype would change nothing: this plan has no draft. Leave it out.")
+    entries = weight_plan(view, DEVICE, chosen, with_draft, num_modules, draft_dtype)
     parallel = ParallelConfig(gpus, expert_parallel)
     target = rank_weight_bytes([e for e in entries if not e.name.startswith("draft.")], parallel)
     draft = rank_weight_bytes([e for e in entries if e.name.startswith("draft.")], parallel)
@@ -270,6 +280,7 @@ def plan_memory(
     return MemoryPlan(
         checkpoint=str(view.directory),
         dtype=chosen,
+        draft_dtype=draft_dtype,
         cache_dtype=cache_dtype,
         num_gpus=gpus,
         gpu_memory_bytes=memory,
@@ -303,7 +314,7 @@ def render(plan: MemoryPlan) -> RenderableType:
 
     gib = plan.gpu_memory_bytes / GIB
     heading = Text(
-        f"{plan.num_gpus} {'GPU' if plan.num_gpus == 1 else 'GPUs'} of {gib:.1f} GiB, weights as {plan.dtype}"
+        f"{plan.num_gpus} {'GPU' if plan.num_gpus == 1 else 'GPUs'} of {gib:.1f} GiB, weights as {plan.dtypes}"
     )
     table = Table()
     table.add_column("GiB on each GPU")
@@ -348,7 +359,7 @@ def draw(plan: MemoryPlan, path: Path) -> None:
     axes.set(xlabel="GPU (rank)", ylabel="GiB", ylim=(0, 1.08 * max(memory, *base)))
     wish = f"{plan.max_batch} requests of {plan.max_tokens:,} tokens: {'fits' if plan.fits else 'does NOT fit'}"
     heading = wish if plan.largest_context else f"no context fits, limit: {plan.context_limit}"
-    axes.set_title(f"{heading}\nweights as {plan.dtype}, caches as {plan.cache_dtype}", fontsize="medium")
+    axes.set_title(f"{heading}\nweights as {plan.dtypes}, caches as {plan.cache_dtype}", fontsize="medium")
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize="small")  # in the order of the bars
     figure.savefig(path)

@@ -10,6 +10,9 @@ float32, linears as the dtype asks:
     float4_e2m1fnx2    routed experts of the target in NVFP4 (`_scale` per 16 columns, `_global` per projection);
                        everything else, the MTP layer included, as stored
 
+A draft dtype is of the MTP layers alone, where float4_e2m1fnx2 means their routed experts. What they propose is checked by the
+target, so their format changes how many drafts are accepted and not what is generated.
+
 Portable: all float32. Without a dtype the values are the stored ones; with one each weight has exactly the values that
 the device dialect of that dtype has, so that a portable artifact is the oracle of a converted one.
 
@@ -47,11 +50,17 @@ def stored_dtype(view: CheckpointView) -> str:
 
 
 def weight_plan(
-    view: CheckpointView, dialect: str, dtype: str | None, with_draft: bool, num_draft_modules: int | None = None
+    view: CheckpointView,
+    dialect: str,
+    dtype: str | None,
+    with_draft: bool,
+    num_draft_modules: int | None = None,
+    draft_dtype: str | None = None,
 ) -> tuple[WeightEntry, ...]:
     """Plan every weight of the graph. `dtype` is one of DTYPES; None, in the portable dialect only, keeps stored values.
 
-    `num_draft_modules`: how many of the MTP modules a draft uses, from the first; None: all.
+    `num_draft_modules`: how many of the MTP modules a draft uses, from the first; None: all. `draft_dtype`: one of DTYPES for
+    their linears and experts; None: what `dtype` says of them.
     Raises OptionError for an unknown dialect or dtype, CheckpointError when the MTP layer is asked for and not usable,
     or when the shapes cannot be laid out for the kernels.
     """
@@ -59,11 +68,19 @@ def weight_plan(
         raise OptionError(f"--dialect is {dialect!r}, expected '{PORTABLE}' or '{DEVICE}'.")
     if dtype not in DTYPES and not (dialect == PORTABLE and dtype is None):
         raise OptionError(f"--dtype is {dtype!r}, expected one of {', '.join(DTYPES)}.")
+    if draft_dtype is not None and draft_dtype not in DTYPES:
+        raise OptionError(f"--draft-dtype is {draft_dtype!r}, expected one of {', '.join(DTYPES)}.")
     if with_draft:
         view.require_draft()
+    planner, drafter = (
+        _Planner(view, dtype or BFLOAT16),
+        _Planner(view, draft_dtype or dtype or BFLOAT16, draft_dtype is not None),
+    )
     most = view.config.num_nextn_predict_layers if num_draft_modules is None else num_draft_modules
-    entries = _Planner(view, dtype or BFLOAT16).entries(most if with_draft else 0)
-    return tuple(entries if dialect == DEVICE else _as_float32(entries, rounded=dtype is not None))
+    target, draft = planner.target(), drafter.draft(most if with_draft else 0)
+    if dialect == DEVICE:
+        return (*target, *draft)
+    return (*_as_float32(target, dtype is not None), *_as_float32(draft, (draft_dtype or dtype) is not None))
 
 
 def _as_float32(entries: Iterable[WeightEntry], rounded: bool) -> Iterator[WeightEntry]:
@@ -79,16 +96,17 @@ def _as_float32(entries: Iterable[WeightEntry], rounded: bool) -> Iterator[Weigh
 
 @dataclass(frozen=True)
 class _Planner:
-    """Makes the plan of the device dialect."""
+    """Makes the plan of the device dialect. `dtype` holds for the draft's routed experts too if `converts_draft` says so."""
 
     view: CheckpointView
     dtype: str
+    converts_draft: bool = False
 
     @property
     def config(self) -> ModelConfig:
         return self.view.config
 
-    def entries(self, num_draft_modules: int) -> Iterator[WeightEntry]:
+    def target(self) -> Iterator[WeightEntry]:
         config = self.config
         vocab = (config.vocab_size, config.hidden_size)
         yield self._plain("target.embed", vocab, EMBEDDING)
@@ -98,7 +116,9 @@ class _Planner:
             yield from self._decoder(layer, config.indexer_types[layer] == FULL, sparse)
         yield self._plain("target.norm", (config.hidden_size,), FINAL_NORM)
         yield self._plain("target.lm_head", vocab, head, shard_axis=0)
-        for module in range(num_draft_modules):
+
+    def draft(self, num_modules: int) -> Iterator[WeightEntry]:
+        for module in range(num_modules):
             yield from self._draft(module)
 
     def _draft(self, module: int) -> Iterator[WeightEntry]:
@@ -126,7 +146,7 @@ class _Planner:
             yield from self._indexer(f"{name}indexer", f"{stored}.self_attn.indexer")
         yield self._plain(f"{name}post_attention_norm", hidden, f"{stored}.post_attention_layernorm")
         if sparse:
-            yield from self._sparse(f"{name}moe", stored, layer < config.num_hidden_layers)
+            yield from self._sparse(f"{name}moe", stored, layer < config.num_hidden_layers or self.converts_draft)
         else:
             yield from self._swiglu(f"{name}mlp.", f"{stored}.mlp", config.intermediate_size)
 
@@ -155,13 +175,13 @@ class _Planner:
         yield self._plain(f"{name}.k_norm_weight", (dim,), f"{stored}.k_norm", dtype="float32")
         yield self._plain(f"{name}.k_norm_bias", (dim,), f"{stored}.k_norm.bias", dtype="float32")
 
-    def _sparse(self, name: str, stored: str, in_target: bool) -> Iterator[WeightEntry]:
+    def _sparse(self, name: str, stored: str, as_asked: bool) -> Iterator[WeightEntry]:
         config, gate = self.config, f"{stored}.mlp.gate"
         experts, hidden = config.n_routed_experts, config.hidden_size
         yield self._plain(f"{name}.router", (experts, hidden), gate)
         yield self._plain(f"{name}.router_bias", (experts,), f"{gate}.e_score_correction_bias", dtype="float32")
-        yield from self._experts(f"{name}.w13", stored, "experts_gate_up", in_target)
-        yield from self._experts(f"{name}.w2", stored, "experts_down", in_target)
+        yield from self._experts(f"{name}.w13", stored, "experts_gate_up", as_asked)
+        yield from self._experts(f"{name}.w2", stored, "experts_down", as_asked)
         inner = config.moe_intermediate_size * config.n_shared_experts
         yield from self._swiglu(f"{name}.shared_", f"{stored}.mlp.shared_experts", inner)
 
@@ -205,7 +225,7 @@ class _Planner:
             f"{name}_scale", "float32", scale, recipe, sources, "block_scale", kind, shard_axis=shard_axis
         )
 
-    def _experts(self, name: str, stored: str, recipe: str, in_target: bool) -> Iterator[WeightEntry]:
+    def _experts(self, name: str, stored: str, recipe: str, as_asked: bool) -> Iterator[WeightEntry]:
         """All experts of a layer in one stack; gate and up lie one above the other."""
         config, joint = self.config, recipe == "experts_gate_up"
         experts, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
@@ -213,7 +233,7 @@ class _Planner:
         rows, cols = (2 * inner, hidden) if joint else (hidden, inner)
         modules = [expert_module(stored, e, p) for e in range(experts) for p in projections]
         sources, axis = (f"{stored}.mlp.experts",), 1 if joint else 2
-        kind = self._linear_format(modules, in_target)
+        kind = self._linear_format(modules, as_asked)
         if kind == FP8_BLOCK_FORMAT:
             self._check_blocks(name, (inner,) if joint else (), modules[:1])
             scale = (experts, -(-rows // FP8_BLOCK), -(-cols // FP8_BLOCK))
@@ -234,13 +254,13 @@ class _Planner:
         else:
             yield self._plain(name, (experts, rows, cols), sources, recipe, shard_axis=axis)
 
-    def _linear_format(self, modules: Sequence[str], target_experts: bool) -> str:
+    def _linear_format(self, modules: Sequence[str], experts_as_asked: bool) -> str:
         """Format in the graph of a linear made of `modules`."""
         if self.dtype == BFLOAT16:
             return PLAIN
         if self.dtype == FLOAT8:
             return FP8_BLOCK_FORMAT
-        if target_experts:
+        if experts_as_asked:
             return NVFP4
         formats = {self.view.weight(module).format for module in modules}
         if formats == {NVFP4} and ".mlp.experts." in modules[0]:

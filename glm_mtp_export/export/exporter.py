@@ -63,8 +63,9 @@ class ExportOptions:
     """What to export.
 
     dtype None: as stored; one of DTYPES: converted, and in the portable dialect float32 values with the rounding of that
-    conversion, so that the artifact is the oracle of the converted device artifact. cache_dtype None: float32 in the
-    portable dialect, bfloat16 in the device dialect. mtp_checkpoint: another folder that holds the MTP layer.
+    conversion, so that the artifact is the oracle of the converted device artifact. draft_dtype: the same for the MTP layers
+    alone; None: what dtype says of them. cache_dtype None: float32 in the portable dialect, bfloat16 in the device dialect.
+    mtp_checkpoint: another folder that holds the MTP layer.
     ignore_preflight: go on where memory or disk look too small. Raises OptionError for a value out of range.
     """
 
@@ -76,6 +77,7 @@ class ExportOptions:
     overwrite: bool = False
     ignore_preflight: bool = False
     mtp_checkpoint: Path | None = None
+    draft_dtype: str | None = None
 
     def __post_init__(self) -> None:
         spec = self.speculation
@@ -104,6 +106,8 @@ class ExportOptions:
                     f"{' and '.join(unused)} would change nothing without --use-relaxed-acceptance-for-thinking. "
                     "Add that option, or leave them out."
                 )
+        if self.draft_dtype is not None and not spec.num_speculative_tokens:
+            raise OptionError("--draft-dtype would change nothing with --num-speculative-tokens 0. Leave it out.")
         if self.dialect not in (PORTABLE, DEVICE):
             raise OptionError(f"--dialect is {self.dialect!r}, expected '{PORTABLE}' or '{DEVICE}'.")
         allowed = ("float32",) if self.dialect == PORTABLE else ("bfloat16", "float8_e4m3fn")
@@ -138,7 +142,7 @@ def export_checkpoint(
     with_draft = speculation.num_speculative_tokens > 0
     num_modules = view.config.num_draft_modules(speculation.num_speculative_tokens)
     planned_dtype = dtype if options.dialect == DEVICE else options.dtype
-    weights = weight_plan(view, options.dialect, planned_dtype, with_draft, num_modules)
+    weights = weight_plan(view, options.dialect, planned_dtype, with_draft, num_modules, options.draft_dtype)
     vocabulary = read_vocabulary(checkpoint, view.config)
     _check_vocabulary(speculation, vocabulary)
     cache_dtype = options.cache_dtype or ("float32" if options.dialect == PORTABLE else "bfloat16")
@@ -178,6 +182,7 @@ def export_checkpoint(
         manifest = Manifest(
             dialect=options.dialect,
             dtype=dtype,
+            draft_dtype=options.draft_dtype or "",
             cache_dtype=cache_dtype,
             config=view.config,
             speculation=speculation,
@@ -205,7 +210,7 @@ def export_checkpoint(
 def _measured_conversions(
     view: CheckpointView, weights: Sequence[WeightEntry], progress: Progress
 ) -> tuple[ConversionError, ...]:
-    """The cost of `--dtype`, for the manifest."""
+    """The cost of `--dtype` and `--draft-dtype`, for the manifest."""
     done, size = 0, sum(entry.num_bytes for entry in weights)
 
     def advance(count: int) -> None:

@@ -170,6 +170,18 @@ def test_manifest_states_the_error_of_a_conversion(tmp_path: Path) -> None:
     assert check.performed and Manifest.load(tmp_path / "out3") == oracle
 
 
+def test_a_draft_in_a_format_of_its_own_is_stated_measured_and_checked(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "q_lora_rank": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2}
+    write_synthetic(tmp_path / "c", **sizes)
+    stored = export_checkpoint(tmp_path / "c", tmp_path / "out", ExportOptions())
+    made = export_checkpoint(tmp_path / "c", tmp_path / "out2", ExportOptions(draft_dtype="float4_e2m1fnx2"))
+    assert (made.dtype, made.draft_dtype, stored.draft_dtype) == ("bfloat16", "float4_e2m1fnx2", "")
+    assert [(e.model, e.group, e.converted) for e in made.conversion_errors] == [("draft", "experts", "nvfp4")]
+    assert Manifest.load(tmp_path / "out2") == made
+    _, check = build(tmp_path / "out2", load_profile("nano-cpu"))
+    assert check.performed
+
+
 _EXPORT = """
 import json, resource, sys, time
 from pathlib import Path

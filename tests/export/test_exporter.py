@@ -319,6 +319,7 @@ def test_an_mtp_layer_that_is_missing_is_refused_and_can_be_left_out(tmp_path):
         ({"speculation": SpeculationConfig(1, True, 0)}, "--relaxed-topk is 0"),
         ({"speculation": SpeculationConfig(1, True, 5, 1.5)}, "--relaxed-delta is 1.5"),
         ({"dialect": "onnx"}, "--dialect is 'onnx'"),
+        ({"draft_dtype": "bfloat16", "speculation": SpeculationConfig(0)}, "--draft-dtype would change nothing"),
         ({"cache_dtype": "bfloat16"}, "expected float32 in the portable dialect"),
     ],
 )

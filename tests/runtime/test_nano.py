@@ -54,6 +54,30 @@ def _prompts(runtime: Runtime, count: int) -> list[str]:
     return [template.render([{"role": "user", "content": question}]) for question in questions]
 
 
+@pytest.mark.parametrize("draft_dtype", ["float8_e4m3fn", "float4_e2m1fnx2"])
+def test_a_coarser_draft_changes_no_id_and_few_acceptances(
+    runtimes: dict[int, Runtime], tmp_path: Path, draft_dtype: str
+) -> None:
+    """Drafts are checked, whatever they were computed with; nano's lose less than a tenth of their worth."""
+    speculation = SpeculationConfig(3, enable_structured_output=True)
+    export_checkpoint(_NANO, tmp_path / "a", ExportOptions(speculation=speculation, draft_dtype=draft_dtype))
+    prompts, accepted = _prompts(runtimes[3], 12), []
+    answers = []
+    with Runtime.load(tmp_path / "a") as coarse:
+        for runtime in (runtimes[3], coarse):
+            before = sum(runtime.statistics.accepted)
+            found = [
+                runtime.generate(prompts, SamplingParams(temperature=temperature, seed=3, max_tokens=48))
+                for temperature in (0.0, 1.0)
+            ]
+            answers.append([[r.completions[0].token_ids for r in results] for results in found])
+            accepted.append(sum(runtime.statistics.accepted) - before)
+    assert answers[0] == answers[1]
+    assert accepted[1] > 0.9 * accepted[0]
+    rounded = {w.name.partition(".")[0] for w in Manifest.load(tmp_path / "a").weights if w.rounded_to}
+    assert rounded == {"draft"}
+
+
 @pytest.mark.parametrize("num_drafts", [1, 3, 7])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_fifty_prompts_of_a_hundred_tokens_equal_decoding_without_drafts(
