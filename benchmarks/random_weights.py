@@ -26,6 +26,8 @@ Change = Callable[[WeightEntry, torch.Tensor, torch.Generator], torch.Tensor]
 
 _CHUNK_VALUES = 1 << 25
 _QUANTISED_FAN_IN = 6144  # of nearly all quantised weights
+_CODE_SCALE = 2.4  # of a normal value before it becomes an e2m1 code, whose largest is 6
+_CODE_SPREAD, _GROUP_SCALE_SPREAD = 2.36, 1.43  # root mean squares of codes and of group scales as made here
 
 
 class RandomFiller:
@@ -96,11 +98,11 @@ def _stored(entry: WeightEntry, values: torch.Tensor) -> torch.Tensor:
     if entry.component == "block_scale":
         return torch.full_like(values, _QUANTISED_FAN_IN**-0.5)
     if entry.component == "global_scale":
-        return torch.full_like(values, 0.5 * _QUANTISED_FAN_IN**-0.5)
+        return torch.full_like(values, _QUANTISED_FAN_IN**-0.5 / (_CODE_SPREAD * _GROUP_SCALE_SPREAD))
     if entry.component == "group_scale":
         return (values.abs() + 0.5).to(torch.float8_e4m3fn).view(torch.uint8)
     if entry.dtype == "uint8":
-        return (values * 64).to(torch.int32).to(torch.uint8)
+        return _packed_codes(values)
     if entry.dtype == "float8_e4m3fn":
         return values.to(torch.float8_e4m3fn).view(torch.uint8)
     if entry.name.endswith(("norm", "norm_weight")):
@@ -110,6 +112,22 @@ def _stored(entry: WeightEntry, values: torch.Tensor) -> torch.Tensor:
     elif not entry.name.endswith("embed"):
         values = values * entry.shape[-1] ** -0.5
     return values.to(torch.bfloat16) if entry.dtype == "bfloat16" else values
+
+
+def _packed_codes(values: torch.Tensor) -> torch.Tensor:
+    """Two e2m1 codes a byte, of independent normal values: one from `values` themselves, one from the fine digits of their rank.
+
+    Both signs are equally likely: codes whose mean is not 0 give all rows of a batch one direction, and few experts all of them.
+    """
+    fine = torch.special.ndtri((torch.special.ndtr(values.double()) * 4096).frac().clamp(1e-4, 1 - 1e-4)).float()
+    bounds = torch.tensor(
+        [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=values.device
+    )  # between 0, .5, 1, 1.5, 2, 3, 4, 6
+    low, high = (
+        torch.bucketize(normal.abs() * _CODE_SCALE, bounds).to(torch.uint8) | (normal < 0).to(torch.uint8) << 3
+        for normal in (values, fine)
+    )
+    return low | high << 4
 
 
 def rounded_once_more(entry: WeightEntry, made: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

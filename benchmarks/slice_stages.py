@@ -110,9 +110,9 @@ def decode_rows(
     manifest: Manifest,
     batch: int,
     context: int,
-    expert_bytes: Callable[[int], float],
+    expert_bytes: Callable[[str, int], float],
 ) -> list[StageRow]:
-    """Rows of a decode call of `batch` requests; `expert_bytes` of distinct experts that so many rows touch in a layer."""
+    """Rows of a decode call of `batch` requests; `expert_bytes`: distinct experts that so many rows of a part touch, a layer."""
     config, speculation = manifest.config, manifest.speculation
     sums = by_stage(layers, stages)
     work: dict[tuple[str, str], float] = defaultdict(float)
@@ -125,8 +125,8 @@ def decode_rows(
             work[part, stage] += weight.num_bytes * (steps if part == "draft" else 1)
         if stage == "head":
             work["draft", stage] += weight.num_bytes * steps
-    work["target", "experts"] = sparse * expert_bytes(batch * speculation.num_slots)
-    work["draft", "experts"] = steps * expert_bytes(batch)
+    work["target", "experts"] = sparse * expert_bytes("target", batch * speculation.num_slots)
+    work["draft", "experts"] = steps * expert_bytes("draft", batch)
     for cache in manifest.caches:
         part, family = cache.name.split("_")
         if family == "mla":

@@ -55,6 +55,7 @@ def prepare(
     parallel: ParallelConfig,
     num_logprobs: int,
     num_layers: int = NUM_LAYERS,
+    draft_dtype: str | None = None,
 ) -> None:
     """Headers of a slice checkpoint and its device artifact: no weights anywhere."""
     from glm_mtp_export.checkpoint.layouts import GLM_5_2_CONFIG
@@ -67,7 +68,7 @@ def prepare(
     }
     write_stand_in(folder / "checkpoint", config, layout, num_shards=1, filling="headers", block=(128, 128))
     speculation = SpeculationConfig(NUM_DRAFTS, num_logprobs=num_logprobs)
-    options = ExportOptions("device", None, cache_dtype, speculation, parallel, overwrite=True)
+    options = ExportOptions("device", None, cache_dtype, speculation, parallel, overwrite=True, draft_dtype=draft_dtype)
     export_checkpoint(folder / "checkpoint", folder / "artifact", options)
 
 
@@ -212,12 +213,12 @@ def kernel_shares(session: Any, requests: Requests, tokens: np.ndarray, drafts: 
     return dict(sorted(shares.items(), key=lambda item: -item[1])[:24])
 
 
-def expert_bytes(manifest: Manifest, rows: int) -> float:
-    """Bytes of distinct experts that `rows` independent rows touch in one layer, uniform routing."""
+def expert_bytes(manifest: Manifest, part: str, rows: int) -> float:
+    """Bytes of distinct experts that `rows` independent rows touch in one layer of the target or the draft, uniform routing."""
     config = manifest.config
     hit = config.n_routed_experts * (1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** rows)
-    first_sparse = next(i for i, kind in enumerate(config.mlp_layer_types) if kind == "sparse")
-    names = (f"target.layers.{first_sparse}.moe.w13", f"target.layers.{first_sparse}.moe.w2")
+    layer = config.mlp_layer_types.index("sparse") if part == "target" else 0
+    names = (f"{part}.layers.{layer}.moe.w13", f"{part}.layers.{layer}.moe.w2")
     stack = sum(w.num_bytes for w in manifest.weights if w.name.removesuffix("_scale").removesuffix("_global") in names)
     return stack * hit / config.n_routed_experts
 
@@ -240,11 +241,11 @@ def roofline_ms(manifest: Manifest, batch: int) -> float:
         for w in manifest.weights
         if w.name.startswith("draft") and not w.name.removesuffix("_scale").removesuffix("_global").endswith(routed)
     )
-    draft_step = draft + head + expert_bytes(manifest, batch)
+    draft_step = draft + head + expert_bytes(manifest, "draft", batch)
     cache = {c.name: c for c in manifest.caches}
     latents = batch * config.index_topk * cache["target_mla"].bytes_per_token
     keys = batch * CONTEXT * (cache["target_indexer"].bytes_per_token + cache["draft_indexer"].bytes_per_token)
-    total = fixed + sparse * expert_bytes(manifest, rows) + NUM_DRAFTS * draft_step + latents + keys
+    total = fixed + sparse * expert_bytes(manifest, "target", rows) + NUM_DRAFTS * draft_step + latents + keys
     return total / slice_stages.HBM_BYTES_PER_SECOND * 1000
 
 
@@ -284,6 +285,7 @@ def run(folder: Path, out: Path, plugins: Path | None, shares: bool) -> None:
             "roofline_ms": round(roofline_ms(session.manifest, batch), 3),
             "prefill_tokens_per_s": round((CONTEXT - 64) / statistics.median(prefill)),
             "dtype": manifest.dtype,
+            "draft_dtype": manifest.draft_dtype,
             "cache_dtype": manifest.cache_dtype,
             "context": CONTEXT,
             "num_drafts": NUM_DRAFTS,
@@ -318,6 +320,7 @@ def main() -> None:
     cli.add_argument("folder", type=Path)
     cli.add_argument("--format", default="fp8", choices=("fp8", "nvfp4", "bf16"))
     cli.add_argument("--cache-dtype", default="float8_e4m3fn", choices=("bfloat16", "float8_e4m3fn"))
+    cli.add_argument("--draft-dtype", default=None, help="of prepare: as export takes it")
     cli.add_argument("--tensor-parallel-size", type=int, default=1)
     cli.add_argument("--expert-parallel", action="store_true")
     cli.add_argument("--num-logprobs", type=int, default=-1, help="of prepare: for slice_parity.py")
@@ -328,7 +331,15 @@ def main() -> None:
     options = cli.parse_args()
     if options.stage == "prepare":
         parallel = ParallelConfig(options.tensor_parallel_size, options.expert_parallel)
-        prepare(options.folder, options.format, options.cache_dtype, parallel, options.num_logprobs, options.num_layers)
+        prepare(
+            options.folder,
+            options.format,
+            options.cache_dtype,
+            parallel,
+            options.num_logprobs,
+            options.num_layers,
+            options.draft_dtype,
+        )
     elif options.stage == "build":
         build_engine(options.folder, options.plugins)
     else:

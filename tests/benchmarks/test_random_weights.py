@@ -30,6 +30,29 @@ def made(whole: WeightEntry, cut: Cut) -> torch.Tensor:
     return torch.cat([piece.reshape(-1) for piece in pieces])
 
 
+def test_nvfp4_weights_have_no_direction_and_the_spread_of_their_fan_in() -> None:
+    """Codes with a mean would give all rows one direction, and few experts all of them."""
+    name, shape = "target.layers.3.moe.w13", (4, 64, 6144)
+    codes = made(entry(name, (4, 64, 3072), 1, dtype="uint8"), WHOLE)
+    scales, overall = (
+        WeightEntry(f"{name}_{part}", dtype, size, "copy", ("source",), component, "nvfp4")
+        for part, dtype, size, component in (
+            ("scale", "uint8", (4, 64, 384), "group_scale"),
+            ("global", "float32", (4, 2), "global_scale"),
+        )
+    )
+    steps = made(scales, WHOLE).view(torch.float8_e4m3fn).float().reshape(4, 64, 384).repeat_interleave(16, -1)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    pairs = torch.stack([codes & 15, codes >> 4], -1).long()
+    weights = values[pairs].reshape(shape) * steps * made(overall, WHOLE).reshape(4, 2).mean()
+    count = weights.numel()
+    assert weights.std() == pytest.approx(6144**-0.5, rel=0.02)
+    assert abs(weights.mean()) < 4 * weights.std() / count**0.5
+    low, high = (values[pairs[:, i]] for i in (0, 1))
+    assert abs(torch.corrcoef(torch.stack([low, high]))[0, 1]) < 4 / (count / 2) ** 0.5
+    assert len(codes.unique()) == 256
+
+
 @pytest.mark.parametrize("chunk", [7, 40, 1 << 20])
 @pytest.mark.parametrize("parallel", [ParallelConfig(2), ParallelConfig(4, True)], ids=["columns", "experts"])
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_bytes_of_all_stages_are_those_of_the_roofline(artifact: Path) -> None:
     for batch in slice_step.BATCHES:
         rows = slice_stages.decode_rows(
             dict.fromkeys(stages, 1.0), stages, manifest, batch, slice_step.CONTEXT,
-            lambda count: slice_step.expert_bytes(manifest, count),
+            lambda part, count: slice_step.expert_bytes(manifest, part, count),
         )  # fmt: skip
         milliseconds = sum(row.work or 0 for row in rows) / slice_stages.HBM_BYTES_PER_SECOND * 1000
         # The roofline also counts norms and reads each request's latents once for all draft steps.
