@@ -4,7 +4,7 @@ In: a sequence and the block of a call (accepted drafts, then the sure token). O
 whether the host put its own last token there. The first of these ends the output: a stop id, a stop string (at the
 token that completed it), max_tokens. A used-up thinking budget replaces the token by `</think>`; what follows it in
 the block is void. What is cut leaves no trace: not in ids, counts, log-probabilities, grammar state or random stream,
-which is keyed by output position.
+which is keyed by output position. A token that the grammar refuses, having no way on, ends the sequence with an error before it.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ def commit_block(sequence: Sequence, block: Items[int], ids: ThinkingIds) -> Com
         kept, forced = _within_budget(sequence, kept, ids)
     kept, forced, stop_id = _up_to_stop_id(sequence, kept, forced)
     tokens = kept if forced is None else [*kept, forced]
+    num_allowed = _num_allowed(sequence, tokens)
+    is_refused = num_allowed < len(tokens)
+    if is_refused:
+        tokens, forced, stop_id = tokens[:num_allowed], None, None
     text = ""
     if sequence.detokenizer is not None:
         visible = tokens if stop_id is None else tokens[:-1]
@@ -53,10 +57,10 @@ def commit_block(sequence: Sequence, block: Items[int], ids: ThinkingIds) -> Com
             sequence.finish("stop", chunk.stop_string)
             if len(tokens) <= len(kept):
                 forced = None
-    if not _grammar_takes(sequence, tokens):
-        return Committed(0)
     _append(sequence, tokens)
-    if stop_id is not None:
+    if is_refused and not sequence.is_finished:
+        sequence.finish("error", error="structured_output: no token of the vocabulary continues the answer")
+    elif stop_id is not None:
         sequence.finish("stop", stop_id if stop_id in sequence.params.stop_token_ids else None)
     elif not sequence.is_finished and sequence.num_output >= sequence.max_output:
         sequence.finish("length")
@@ -89,15 +93,14 @@ def _up_to_stop_id(sequence: Sequence, kept: list[int], forced: int | None) -> t
     return kept, forced, None
 
 
-def _grammar_takes(sequence: Sequence, tokens: Items[int]) -> bool:
-    """Advance the grammar by committed tokens only; False when the grammar has no way on, which ends the sequence."""
+def _num_allowed(sequence: Sequence, tokens: Items[int]) -> int:
+    """Advance the grammar by these tokens; fewer than all when it has no way on. Past a stop string it may be anywhere."""
     if sequence.grammar is None:
-        return True
-    for token in tokens:
+        return len(tokens)
+    for index, token in enumerate(tokens):
         if not sequence.grammar.advance(token):
-            sequence.finish("error", error="structured_output: no token of the vocabulary continues the answer")
-            return False
-    return True
+            return index
+    return len(tokens)
 
 
 def _append(sequence: Sequence, tokens: Items[int]) -> None:

@@ -196,6 +196,23 @@ def test_exactly_one_kind_of_structure() -> None:
         StructuredOutput()
 
 
+@pytest.mark.parametrize("stop", [(), ("zz",)])
+def test_a_grammar_without_a_way_on_ends_the_answer_after_the_same_tokens_with_drafts_and_without(
+    stop: tuple[str, ...],
+) -> None:
+    structure = StructuredOutput(grammar='root ::= "abc" dead\ndead ::= dead')
+    params = SamplingParams(seed=1, max_tokens=9, structured_output=structure, logprobs=0, stop=stop)
+    plain = bench(0)
+    plain.add("r", [5, 6], params)
+    plain.run()
+    for b in (plain, _scripted(b"abcabcabc", params)):
+        done = b.completions["r", 0]
+        assert (done.text, done.finish_reason, len(done.logprobs or ())) == ("abc", "error", 3)
+        assert "no token of the vocabulary continues the answer" in str(done.error)
+        assert b.engine.statistics.num_output_tokens == 3
+        b.check_empty()
+
+
 @pytest.mark.parametrize("num_drafts", [0, 5])
 @pytest.mark.parametrize(("min_tokens", "text"), [(0, "fals"), (4, "fals"), (5, "false")])
 def test_a_stop_id_that_spells_text_ends_the_answer_there(num_drafts: int, min_tokens: int, text: str) -> None:
