@@ -6,7 +6,8 @@ advances by committed tokens only. Looking ahead over drafts always rolls back, 
 matcher.
 
 The thinking part is free: when the prompt leaves the thinking phase open, the grammar starts after `</think>`, which
-itself is not fed to it; `<tool_call>`, which would leave the thinking phase past the grammar, is forbidden there.
+itself is not fed to it; `<tool_call>` and stop ids without text, which would leave the thinking phase past the
+grammar, are forbidden there.
 After the end of the answer only stop ids are allowed, those without text where there are any: a stop id that spells
 text (of `stop_token_ids`) is text to the grammar, and ends the answer wherever it comes. A draft the grammar forbids
 ends the look-ahead: its slot's mask rejects it, so later slots are never used. Control tokens (roles, end of text)
@@ -72,7 +73,7 @@ class GrammarCompiler:
         ends = stop_ids & self._ends or stop_ids  # xgrammar would forbid the others inside the answer
         matcher = self._xgrammar.GrammarMatcher(compiled, override_stop_tokens=sorted(ends))
         num_words = -(-self._vocab_size // 32)
-        way_out = () if thinking.tool_call is None else (thinking.tool_call,)
+        way_out = ends if thinking.tool_call is None else ends | {thinking.tool_call}
         return GrammarState(
             matcher,
             only_stops=token_words(ends, num_words),

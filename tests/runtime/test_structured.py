@@ -120,6 +120,19 @@ def test_thinking_is_free_and_the_grammar_starts_after_it(num_drafts: int) -> No
         raise AssertionError("no answer closed its thinking part")
 
 
+@pytest.mark.parametrize("num_drafts", [0, 5])
+@pytest.mark.parametrize("way_out", [EOS, USER, TOOL_CALL])
+def test_no_answer_leaves_its_thinking_past_the_grammar(num_drafts: int, way_out: int) -> None:
+    b = bench(num_drafts, draft_errors=hashed_errors(25, 3))
+    bias = {way_out: 100.0, END_THINK: 50.0}
+    structure = StructuredOutput(choice=("yes",))
+    params = SamplingParams(structured_output=structure, stop_token_ids=(USER,), logit_bias=bias, max_tokens=9)
+    b.add("r", [1, THINK], params)
+    b.run()
+    done = b.completions["r", 0]
+    assert (done.text, done.finish_reason) == ("</think>yes", "stop")
+
+
 def test_prompt_with_closed_thinking_is_constrained_from_the_first_token() -> None:
     b = _run(3, StructuredOutput(choice=("yes", "no")), [THINK, 1, END_THINK])
     assert {b.completions[f"r{s}", 0].text for s in range(6)} <= {"yes", "no"}
