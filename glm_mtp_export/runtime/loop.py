@@ -76,7 +76,7 @@ class RequestHandle:
         if self._on_delta is not None:
             try:
                 self._on_delta(delta)
-            except Exception:  # a caller's callback must not stop everyone else's requests
+            except BaseException:  # not even a CancelledError of a caller's may stop everyone else's requests
                 _log.exception("on_delta of request %r failed; aborting it", self.request.request_id)
                 self.abort()
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -167,13 +168,16 @@ def test_drain_refuses_new_requests_and_lets_running_ones_end() -> None:
             runtime.generate([1], _PARAMS)
 
 
-def test_callbacks_run_and_a_failing_one_ends_its_request_only(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [ValueError, asyncio.CancelledError, SystemExit])
+def test_callbacks_run_and_a_failing_one_ends_its_request_only(
+    kind: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
     with _runtime() as runtime:
         seen: list[Delta] = []
         good = runtime.submit([1, 2], _PARAMS, on_delta=seen.append)
 
         def fail(delta: Delta) -> None:
-            raise ValueError("receiver is gone")
+            raise kind("receiver is gone")
 
         bad = runtime.submit([3], SamplingParams(max_tokens=2000, ignore_eos=True), on_delta=fail)
         assert good.result(timeout=30).token_ids == tuple(t for d in seen for t in d.token_ids)
