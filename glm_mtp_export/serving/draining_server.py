@@ -2,11 +2,13 @@
 
 uvicorn tells an application to stop only after it has waited for all responses, and cancels those that take too long: a
 client would see a broken stream, or a 500 without OpenAI's body. Here the front is closed as soon as the signal comes.
-Requests may run on for `drain_seconds`, then each gets the error that the server stops, and uvicorn has nothing to cancel.
+Requests may run on for `drain_seconds`, or until a second Ctrl-C; then each gets the error that the server stops, and
+uvicorn has nothing to cancel.
 """
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 
@@ -17,6 +19,8 @@ from glm_mtp_export.serving.front import Front
 __all__ = ["DrainingServer"]
 
 _SECONDS_TO_ANSWER = 5  # from the end of draining until connections are cut
+_POLL_SECONDS = 0.02
+_FORCED_POLLS = 100
 
 
 class DrainingServer(uvicorn.Server):
@@ -29,7 +33,16 @@ class DrainingServer(uvicorn.Server):
         self._drain_seconds = drain_seconds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no more connections, end what runs. A second signal does not wait, so neither may the thread be waited for."""
-        closing = threading.Thread(target=self._front.close, args=(self._drain_seconds,), name="http-stop", daemon=True)
-        closing.start()
+        """Take no more connections, end what runs."""
+        self._close_front(self._drain_seconds)
         await super().shutdown(sockets)
+        if self.force_exit:
+            self._close_front(0.0)
+            for _ in range(_FORCED_POLLS):
+                if not self.server_state.tasks:
+                    break
+                await asyncio.sleep(_POLL_SECONDS)
+
+    def _close_front(self, drain_seconds: float) -> None:
+        # In a daemon's thread: nobody waits for the first one once a second signal has come.
+        threading.Thread(target=self._front.close, args=(drain_seconds,), name="http-stop", daemon=True).start()

@@ -66,10 +66,11 @@ class RunningServer:
             0,
         )
 
-    def stop(self, *, keep_client: bool = False) -> None:
-        """`keep_client`: a request that is still on its way needs it."""
+    def stop(self, *, keep_client: bool = False, is_forced: bool = False) -> None:
+        """`keep_client`: a request that is still on its way needs it. `is_forced`: as after a second signal."""
         if not keep_client:
             self.client.close()
             self.openai.close()
+        self._server.force_exit = is_forced
         self._server.should_exit = True
         self._thread.join(timeout=20)

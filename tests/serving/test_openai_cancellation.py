@@ -137,15 +137,18 @@ def test_stopping_lets_running_requests_finish(serve: Serve) -> None:
     assert answers[0].status_code == 200 and answers[0].json()["choices"][0]["text"] == " upon" + " a time" * 20
 
 
-def test_stopping_tells_requests_that_outlast_it(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
-    server = serve(Script(step_seconds=0.02), drain_seconds=0.3)
+@pytest.mark.parametrize("is_forced", [False, True], ids=["", "second signal"])
+def test_stopping_tells_requests_that_outlast_it(
+    serve: Serve, caplog: pytest.LogCaptureFixture, is_forced: bool
+) -> None:
+    server = serve(Script(step_seconds=0.02), drain_seconds=30.0 if is_forced else 0.3)
     with ThreadPoolExecutor(8) as pool:
         bodies = [{"prompt": "endless", "max_tokens": 8000, "stream": i % 2 == 0} for i in range(8)]
         answers = [pool.submit(server.post, PLAIN, body) for body in bodies]
         wait_until(lambda: server.app.state.front.num_sequences == 8)
         began = time.monotonic()
-        server.stop(keep_client=True)
-        assert 0.3 <= time.monotonic() - began < 4
+        server.stop(keep_client=True, is_forced=is_forced)
+        assert 0.1 <= time.monotonic() - began < 4
     for body, answer in zip(bodies, answers, strict=True):
         response = answer.result()
         if body["stream"]:
