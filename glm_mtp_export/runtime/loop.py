@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from glm_mtp_export.errors import EngineError, GlmMtpError
+from glm_mtp_export.errors import EngineError, GlmMtpError, RequestError
 from glm_mtp_export.runtime.engine import Engine
 from glm_mtp_export.runtime.request import Completion, Delta, GenerationResult, Request
 
@@ -184,6 +184,12 @@ class EngineLoop:
 
     def abort(self, request_id: str) -> None:
         """End a request within one step."""
+        if not isinstance(
+            request_id, str
+        ):  # a handle would be taken for a request, anything else would stop the engine
+            raise RequestError(
+                f"request_id is {type(request_id).__name__}, expected text. A handle has its own abort()."
+            )
         with self._wake:
             if self._failure is None:  # else all have ended, and nobody would empty the inbox
                 self._inbox.append(request_id)

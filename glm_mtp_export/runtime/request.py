@@ -25,6 +25,8 @@ class Request:
     stream: bool = True  # False: one delta at the end, which costs the host less
 
     def __post_init__(self) -> None:
+        if not isinstance(self.request_id, str):
+            raise RequestError(f"request_id is {self.request_id!r}, expected text.")
         if not is_int(self.priority):
             raise RequestError(f"priority is {self.priority!r}, expected a whole number; lower ones go first.")
         if not isinstance(self.params, SamplingParams):

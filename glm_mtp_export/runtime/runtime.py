@@ -131,7 +131,7 @@ class Runtime:
     # ---- what it does
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Iterable[SamplingParams] | None = None
     ) -> list[GenerationResult]:
         """Continue all prompts in one batch; results in the order of the prompts.
 
@@ -239,9 +239,10 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return items  # type: ignore[return-value]
 
 
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise RequestError(f"{len(params)} SamplingParams for {count} prompts. Give one for all, or one for each.")
-    return list(params)
+def _as_params(params: SamplingParams | Iterable[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or not isinstance(params, Iterable):
+        return [SamplingParams() if params is None else params] * count  # what is none is refused with its request
+    each = list(params)
+    if len(each) != count:
+        raise RequestError(f"{len(each)} SamplingParams for {count} prompts. Give one for all, or one for each.")
+    return each

@@ -134,7 +134,16 @@ def test_what_would_break_everyones_batch_is_refused_first() -> None:
             runtime.submit([1], _PARAMS, priority="high")  # type: ignore[arg-type]
         with pytest.raises(RequestError, match="params is dict, expected SamplingParams"):
             runtime.submit([1], {"max_tokens": 3})  # type: ignore[arg-type]
-        assert runtime.generate([1], _PARAMS)[0].token_ids and runtime.is_healthy
+        with pytest.raises(RequestError, match="params is int, expected SamplingParams"):
+            runtime.generate([1], 3)  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match=r"request_id is \['a'\], expected text"):
+            runtime.submit([1], _PARAMS, request_id=["a"])  # type: ignore[arg-type]
+        running = runtime.submit([1], _PARAMS)
+        for name in (running, ["a"]):
+            with pytest.raises(RequestError, match=r"request_id is .*, expected text\. A handle has its own abort"):
+                runtime.abort(name)  # type: ignore[arg-type]
+        assert running.result(timeout=30).token_ids == runtime.generate([1], iter([_PARAMS]))[0].token_ids
+        assert runtime.is_healthy
 
 
 def test_a_grammar_that_takes_long_to_compile_keeps_nobody_else_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
