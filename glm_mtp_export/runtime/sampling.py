@@ -11,8 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from glm_mtp_export.artifact import Manifest
 from glm_mtp_export.errors import RequestError
@@ -85,6 +84,18 @@ class StructuredOutput:
         return problems
 
 
+class _ReadOnly(dict[int, float]):
+    """The mapping of a frozen record. Unlike a mappingproxy it can be copied, pickled and put into JSON."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("sampling parameters cannot be changed; dataclasses.replace makes others")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self),)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters of one request.
@@ -127,7 +138,7 @@ class SamplingParams:
             raise RequestError(
                 f"Sampling parameters: logit_bias is {_shown(self.logit_bias)}, expected a mapping of token ids to biases."
             )
-        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias or {})))
+        object.__setattr__(self, "logit_bias", _ReadOnly(self.logit_bias or {}))
         problems = self._problems()
         if problems:
             raise RequestError("Sampling parameters: " + "; ".join(problems) + ".")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import json
 import math
+import pickle
 import re
 from typing import Any
 
@@ -100,7 +104,18 @@ def test_parameters_are_frozen_hashable_and_normalised() -> None:
         params.temperature = 0.5  # type: ignore[misc]
     with pytest.raises(TypeError):
         params.logit_bias[3] = 1.0  # type: ignore[index]
+    with pytest.raises(TypeError, match=r"dataclasses\.replace makes others"):
+        params.logit_bias.update({3: 1.0})  # type: ignore[attr-defined]
     assert SamplingParams(temperature=9e-6).is_greedy and not SamplingParams(temperature=1e-5).is_greedy
+
+
+def test_parameters_can_be_copied_pickled_and_put_into_json() -> None:
+    params = SamplingParams(logit_bias={5: -100, 7: 1.5}, stop=("a",), structured_output=StructuredOutput(regex="b"))
+    for other in (copy.deepcopy(params), copy.copy(params), pickle.loads(pickle.dumps(params))):
+        assert other == params and other.banned_token_ids == (5,)
+        with pytest.raises(TypeError):
+            other.logit_bias[3] = 1.0
+    assert json.loads(json.dumps(dataclasses.asdict(params)))["logit_bias"] == {"5": -100, "7": 1.5}
 
 
 @pytest.mark.parametrize(
