@@ -175,7 +175,7 @@ class _Server:
             status, kind = status_of(error)
             if status == 500:
                 _log.exception("request %s failed in its stream", prepared.id)
-            yield {"error": {"message": message_of(error), "type": kind, "param": None, "code": status}}
+            yield {"error": {"message": message_of(error), "type": kind, "param": None, "code": str(status)}}
         finally:
             await events.aclose()
 

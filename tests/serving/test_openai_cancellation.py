@@ -154,6 +154,7 @@ def test_stopping_tells_requests_that_outlast_it(
         if body["stream"]:
             assert response.text.endswith("data: [DONE]\n\n")
             error = json.loads(response.text.split("data: ")[-2])["error"]
+            assert error["code"] == "503"  # text, as /openapi.json says
         else:
             assert response.status_code == 503
             error = response.json()["error"]
