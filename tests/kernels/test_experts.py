@@ -12,6 +12,7 @@ from quantised_oracle import (
     assert_close,
     dequantise_blocks,
     dequantise_nvfp4,
+    norm_error,
     quantise_rows,
     random_fp8_blocks,
     random_nvfp4,
@@ -35,6 +36,31 @@ TINY = [
 CORNERS = [(3, 288, 96, 4, 2), (9, 64, 32, 3, 1), (6, 544, 224, 5, 3), (21, 320, 160, 1, 1), (70, 32, 448, 2, 2),
            (200, 320, 192, 3, 2)]  # fmt: skip
 PRODUCTION = [(1, 6144, 2048, 16, 8), (4, 6144, 2048, 32, 8), (32, 6144, 2048, 16, 8), (512, 6144, 2048, 16, 8)]
+
+# (hidden, intermediate, rows of each expert): FP8 in tiles of up to 256 rows, in blocks of 64. No rows, one, full and partly
+# filled blocks, one to four a tile, groups of several tiles; K of one step and more tiles than clusters; a popular expert;
+# all rows on one expert, on the last of 40.
+WIDE = [
+    (256, 128, (0, 330, 288, 290)),
+    (128, 64, (600,)),
+    (320, 192, (0, 1000, 0, 20)),
+    (256, 128, (0, 300, 288, 257, 33, 570, 1, 224, 64, 700)),
+    (128, 2048, (257, 256, 290, 250, 263, 33, 576, 400, 240, 200, 270, 300)),
+    (2048, 1024, (270, 254, 239, 290)),
+    (256, 128, (*(0,) * 39, 10001)),
+]
+# NVFP4 in tiles of any number of tokens, up to 96 where experts have few rows and up to 144 where they have many: every
+# width by its first and last number of rows, experts without rows, several tiles, rings that wrap, clusters with several
+# tiles, all rows on one expert.
+NVFP4_TILES = [
+    (256, 256, (0, 33, 96, 1, 49)),
+    (512, 256, (0, 145, 65, 129, 200)),
+    (256, 512, (1, 16, 32, 33, 48, 49, 0, 64, 65, 80, 81, 96, 97, 150)),
+    (768, 256, (0, 1, 64, 65, 80, 81, 96, 97, 112, 113, 128, 129, 144, 145, 290, 400)),
+    (2048, 1024, (270, 254, 239, 290)),
+    (1024, 2048, (70, 64, 50, 100)),
+    (256, 256, (*(0,) * 39, 3001)),
+]
 
 # Roundings to bf16 (intermediate, slot result, output) of 2^-9 / sqrt(3) each in the norm.
 BF16_LIMIT = 2.0**-8
@@ -180,6 +206,35 @@ def test_all_rows_on_one_expert(kind: str) -> None:
     found = abi_products.experts(parts.entry, x, ids, weights, parts.tensors, 128, 16)
     expected = _oracle(x, ids, weights, parts, 128, quantise=kind == "fp8")
     assert_close(found, expected, FP8_LIMIT if kind == "fp8" else BF16_LIMIT, f"{kind} on one expert")
+
+
+@pytest.mark.parametrize(
+    "kind, hidden, intermediate, counts",
+    mark_some([("fp8", *case) for case in WIDE], 0, 1, unpack=True)
+    + mark_some([("nvfp4", *case) for case in NVFP4_TILES], 0, 1, unpack=True),
+    ids=lambda value: str(len(value)) if isinstance(value, tuple) else str(value),
+)
+def test_tiles_of_many_rows(kind: str, hidden: int, intermediate: int, counts: tuple[int, ...]) -> None:
+    """Experts with given numbers of rows against the float64 sum; some rows again without the others, to the last bit."""
+    parts = _weights(kind, hidden, intermediate, len(counts))
+    rows = sum(counts)
+    generator = torch.Generator(device="cuda").manual_seed(46)
+    ids = torch.repeat_interleave(torch.arange(len(counts), device="cuda"), torch.tensor(counts, device="cuda"))
+    ids = ids[torch.randperm(rows, device="cuda", generator=generator)].int()[:, None].contiguous()
+    x, weights = _activations(rows, hidden), torch.rand(rows, 1, device="cuda", generator=generator) + 0.1
+    found = abi_products.experts(parts.entry, x, ids, weights, parts.tensors, intermediate, len(counts))
+    expected = _oracle(x, ids, weights, parts, intermediate, quantise=kind == "fp8")
+    if kind == "fp8":
+        # One slot a row and few columns: a neighbouring code of a value that dominates its row is an eighth of that row.
+        assert norm_error(found, expected) <= FP8_LIMIT
+        assert float(((found.double() - expected).norm(dim=1) / expected.norm(dim=1)).max()) <= 2.0**-3
+    else:
+        assert_close(found, expected, BF16_LIMIT, f"{kind} {counts}")
+    for start in range(0, rows, -(-rows // 4)):
+        some = slice(start, start + 97)
+        arguments = (x[some].contiguous(), ids[some].contiguous(), weights[some].contiguous())
+        alone = abi_products.experts(parts.entry, *arguments, parts.tensors, intermediate, len(counts))
+        assert torch.equal(alone, found[some]), f"rows from {start}"
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -26,8 +26,12 @@ struct ExpertShape {
 
 // Rows a tile takes: about the mean number of rows of an expert that has any, since smaller tiles read a popular
 // expert's weights again (from L2) and larger ones carry padding through shared memory. FP8 tiles of 128 rows and more
-// run on a faster kernel, whose 192 fit the experts best from about 112 rows on (measured: 4096 rows in all 8 to 10 %
-// before 128 and 256, 3200 rows 8 % behind 128, 2048 rows 18 % before tiles of 64).
+// run on a faster kernel, whose 192 fit the experts best from about 112 rows on and 256 from about 176 (measured: 4096
+// rows in all 9 to 10 % before 128 and 256, 3200 rows 2 % behind 128; 256 before 192 at 6144 rows by 2 to 6 %, at 7600 by
+// 13 %, at 8192 by 0 to 3 %; 128 at 2048 rows 18 % before tiles of 64). NVFP4's kernel for many rows
+// computes only what rows a tile has; tiles of up to 96 leave it more room for weights in flight (4 to 13 % faster up
+// to 2048 rows, 3 % at 2560, 18 % slower at 3072), and up to 24 rows an expert the weight-streaming kernel is faster
+// (768 rows 2193 before 2465 us, 896 rows 3216 behind 2383).
 int tokens_per_tile(const ExpertShape& shape, WeightFormat format) {
   const int64_t mean_rows = ceil_div(shape.num_slots(), shape.num_experts);
   int tokens = 8;
@@ -38,6 +42,10 @@ int tokens_per_tile(const ExpertShape& shape, WeightFormat format) {
     if (!glm::token_tiles_fit(true, shape.intermediate)) return tokens;
     if (mean_rows > 44) tokens = 128;
     if (mean_rows > 112) tokens = 192;
+    if (mean_rows > 176) tokens = 256;
+  } else if (format == WeightFormat::kNvfp4 && glm::nvfp4_tiles_fit(shape.intermediate, shape.hidden)) {
+    if (mean_rows > 24) tokens = glm::kNvfp4NarrowTile;
+    if (mean_rows > 72) tokens = glm::kNvfp4WideTile;
   } else if (mean_rows > 80) {
     tokens = 128;
   }
@@ -65,7 +73,7 @@ ExpertWorkspace plan_workspace(const ExpertShape& shape, int tokens_per_tile) {
   };
   // The bound for 8-row tiles holds for all tile sizes, so the size stays monotone in num_rows.
   const size_t most_tiles = glm::max_token_tiles(shape.num_slots(), shape.num_experts, 8);
-  plan.tables = place((1 + 3 * most_tiles + slots) * sizeof(int));
+  plan.tables = place((3 + 4 * most_tiles + slots) * sizeof(int));
   plan.activations = place(rows * align_up(shape.hidden, 256) * 2);
   plan.activation_scales = place(ceil_div(shape.hidden, 128) * plan.scale_stride * sizeof(float));
   plan.gated = place(rows * align_up(shape.intermediate, 256) * 2);
@@ -122,8 +130,9 @@ int run_experts(const char* entry, const ExpertShape& shape, const void* x, cons
   auto* bytes = static_cast<uint8_t*>(workspace);
   auto* ints = reinterpret_cast<int*>(bytes + plan.tables);
   const int max_tiles = plan.max_tiles;
-  const glm::RoutingTables tables = {ints, ints + 1, ints + 1 + max_tiles, ints + 1 + 2 * max_tiles,
-                                     ints + 1 + 3 * max_tiles};
+  int* const lists = ints + 3;
+  const glm::RoutingTables tables = {
+      ints, lists, lists + max_tiles, lists + 2 * max_tiles, lists + 3 * max_tiles, ints + 1, lists + 4 * max_tiles};
   auto* activation_scales = reinterpret_cast<float*>(bytes + plan.activation_scales);
   auto* gated_scales = reinterpret_cast<float*>(bytes + plan.gated_scales);
   const bool fp8 = weights.format == WeightFormat::kFp8, nvfp4 = weights.format == WeightFormat::kNvfp4;
@@ -154,7 +163,8 @@ int run_experts(const char* entry, const ExpertShape& shape, const void* x, cons
   up.num_tokens = plan.sorted_rows;
   up.token_scale = activation_scales;
   up.scale_stride = plan.scale_stride;
-  up.tiles = {tables.num_tiles, tables.expert, tables.first_row, tables.num_rows, max_tiles};
+  up.tiles = {tables.num_tiles, tables.expert, tables.first_row,    tables.num_rows,
+              max_tiles,        tables.group,  tables.next_jobs};
   up.tokens_per_tile = tile_tokens;
   up.num_splits = 1;
   up.out = bytes + plan.gated;
@@ -164,6 +174,7 @@ int run_experts(const char* entry, const ExpertShape& shape, const void* x, cons
 
   glm::StreamCall down = up;
   down.tiles_are_old = true;
+  down.tiles.next_job = tables.next_jobs + 1;
   down.output = glm::StreamOutput::kBf16;
   down.weight = weights.w2;
   down.weight_scale = weights.w2_scale;

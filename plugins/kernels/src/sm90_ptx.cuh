@@ -46,6 +46,17 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
+// Whether the phase is over already; does not wait.
+__device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t over;
+  asm volatile(
+      "{\n.reg .pred over;\nmbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\nselp.u32 %0, 1, 0, over;\n}"
+      : "=r"(over)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return over != 0;
+}
+
 __device__ __forceinline__ void copy_tensor_2d(uint32_t target, const CUtensorMap* map, uint32_t barrier, int c0,
                                                int c1, uint64_t policy) {
   asm volatile(
@@ -117,7 +128,8 @@ __device__ __forceinline__ uint32_t in_register(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;
 }
-__device__ __forceinline__ const uint8_t* in_register(const uint8_t* pointer) {
+template <typename T>
+__device__ __forceinline__ T* in_register(T* pointer) {
   asm volatile("" : "+l"(pointer));
   return pointer;
 }
@@ -131,10 +143,20 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
   return value;
 }
 
+__device__ __forceinline__ uint32_t load_shared_4(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ uint32_t load_shared_2(uint32_t address) {
   uint16_t value;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
   return value;
+}
+
+__device__ __forceinline__ void store_global_4(void* address, uint32_t value) {
+  asm volatile("st.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 // Four 8x8 matrices of 16-bit values; lane l names the 16-byte row l % 8 of matrix l / 8.
@@ -143,6 +165,13 @@ __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&fragm
                : "=r"(fragments[0]), "=r"(fragments[1]), "=r"(fragments[2]), "=r"(fragments[3])
                : "r"(address)
                : "memory");
+}
+
+// An 8x8 matrix of 16-bit values, row lane / 4 and columns 2 (lane % 4) and the next in each lane, transposed.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t pair) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+  return transposed;
 }
 
 // Warp-level product of bf16: sum[16 x 8] += a[16 x 16] b[16 x 8].

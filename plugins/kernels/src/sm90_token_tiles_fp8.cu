@@ -15,7 +15,9 @@
 // half of the work, and L2 was its wall.
 //
 // Roles. The last warpgroup's first thread fills a ring of K steps over all tiles of the CTA without a break; what a
-// tile is travels with its first step, so the math warpgroups read no tables. They own blocks of 64 tokens and never
+// tile is travels with its first step, so the math warpgroups read no tables. The first thread of its second warp finds
+// the tiles: dealt out where all take equal time; for experts the clusters take them from a counter, all weight rows of
+// an expert first, its tiles in turn over each pair of row tiles. The math warpgroups own blocks of 64 tokens and never
 // meet: one may scale or store while another multiplies. Two shapes: two warpgroups of two blocks each (256 tokens, or
 // 128 with one block), or three of one block (192), which waste less of the last wave or of an expert's last tile.
 //
@@ -25,14 +27,24 @@
 // Measured on one H200, kernel alone: o_proj of 8128 rows 1,030 TFLOP/s with 128 x 128 tiles and no cluster, 1,150 with
 // clusters and 256 tokens, 1,320 with descriptors of one word and tiles in the ring (a step took 278 instructions a
 // warp, 70 of them before its first product, and takes 207); the tensor core is busy 78 % of the time at 1.57 GHz.
-// Experts of 254 rows each: 820 TFLOP/s, L2 at 87 %, HBM at 61 % with 1.7 times the bytes of weights and rows. Probably
-// an expert's two tiles, in clusters that drift apart by up to a tile, both fetch the weights; a common queue for the
-// clusters would keep them together.
+//
+// Experts of 254 rows each (64 of 6144 x 2048), kernel alone, 2026-11-30: 832 TFLOP/s with tiles of 192 dealt out (HBM
+// at 61 % with 1.7 times the bytes of weights and rows), 909 with the counter (HBM moves little more than it must, but
+// the path between the two halves of L2 is at 82 to 86 %), 963 with tiles of 256 (75 to 77 %; the tensor core at 63 to
+// 64 %). In calls one after the other the card sits at its 690 W and 1.34 to 1.38 GHz. What counts there is energy: the
+// counter alone gained 1 % (8192 rows), and tiles of 256, whose weights cross L2 and shared memory half as often as those
+// of two narrower tiles, 3 % at 8192 and 13 % at 7600 rows, where nearly every expert fits one. Stores of 16 bytes: 4 to
+// 5 % of products with K = 2048.
 //
 // Tried without gain: warpgroups taking turns at the tensor core, or started one after the other; two sets of partial
-// sums (128 tokens); bands of 1024 or 4096 tokens; three stages instead of four (within 2 %); for experts, tiles of one
-// expert in turns (6 % slower), tiles filled to the brim instead of evenly (1 to 3 %), other L2 policies, SwiGLU without
-// the division's branches.
+// sums (128 tokens); bands of 1024 or 4096 tokens; three stages instead of four (within 2 %); for experts, tiles filled
+// to the brim instead of evenly (1 to 7 %, skewed routing 2 % faster), tiles of 128 (8 to 12 % from 4096 rows on), other
+// L2 policies (2 to 6 %), weights prefetched into L2 6 or 14 steps ahead (up to 54 %, the more the fewer rows), SwiGLU
+// without the division's branches.
+//
+// Not settled: multiplying the last 1 to 32 rows of a tile on the tensor core's N side (288 tokens a tile), and clusters
+// of four (the card holds 30) or eight. Within one build that had them they gained 6 % and another 3 % at 8192 rows, but
+// that build took 13 to 24 % longer than this kernel in linears with tiles of 256, for a reason not found.
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
@@ -55,6 +67,21 @@ constexpr int kBlockBytes = kBlockTokens * 128;
 constexpr int kMaxStages = 8;
 constexpr int kRingBytes = 220 * 1024;
 
+struct alignas(16) TileJob {
+  int row_tile, expert, first_token, num_tokens;  // num_tokens 0: no more tiles
+};
+
+// From the thread that takes jobs to the one that copies, a job at a time; and from CTA 0 to CTA 1, which job it is.
+// Where K is one step, CTA 0 may be kMaxStages + 2 jobs ahead.
+constexpr int kJobNumbers = 16;
+static_assert(kJobNumbers > kMaxStages + 2, "a number is read before its place is written again");
+struct alignas(16) JobQueue {
+  TileJob job;
+  uint64_t full, empty;
+  uint64_t number_full[kJobNumbers];
+  int number[kJobNumbers];
+};
+
 // Threads and shared memory of a CTA whose math warpgroups take kBlocks blocks of 64 tokens each.
 template <int kWarpgroups_, int kBlocks_>
 struct CtaShape {
@@ -71,7 +98,8 @@ struct CtaShape {
   static constexpr int kJobOffset = kMaximaOffset + 2 * kTokens * 4;
   static constexpr int kBarrierOffset = kJobOffset + kMaxStages * 16;  // full, then empty ones
   static constexpr int kExchangeOffset = kBarrierOffset + 2 * kMaxStages * 8;
-  static constexpr int kSharedBytes = kExchangeOffset + 2 * kMathWarps * 8 + 1024;  // + alignment to 1024
+  static constexpr int kQueueOffset = kExchangeOffset + 2 * kMathWarps * 8;
+  static constexpr int kSharedBytes = kQueueOffset + sizeof(JobQueue) + 1024;  // + alignment to 1024
   static_assert(kSharedBytes <= 227 * 1024, "shared memory of one CTA");
   static_assert(kMathThreads * kMathRegisters + 128 * kCopyRegisters <= 65536, "registers of one CTA");
 };
@@ -90,28 +118,62 @@ struct TileParameters {
   int rows, num_steps, block_rows, num_tokens, out_stride, scale_stride;
   int pairs_per_tile, token_tiles, tile_tokens, band_tiles;  // a pair: the row tiles of one cluster
   int num_stages, stage_bytes, scale_offset;
-};
-
-struct alignas(16) TileJob {
-  int row_tile, expert, first_token, num_tokens;  // num_tokens 0: no more tiles
+  bool wide_rows;  // stores of eight neighbouring rows a thread instead of four
 };
 
 __device__ __forceinline__ int num_token_tiles(const TileParameters& p) {
   return p.tiles.num_tiles != nullptr ? __ldcg(p.tiles.num_tiles) : p.token_tiles;
 }
 
-// Pairs that run together share weights or tokens: of a band of token tiles, or of one expert's tile.
+// Pairs that run together share weights or tokens: of a band of token tiles, or of a group of one expert's tiles.
 __device__ __forceinline__ TileJob tile_job(const TileParameters& p, int num_tiles, int pair, int rank) {
+  if (p.tiles.num_tiles != nullptr) {
+    const int any = pair / p.pairs_per_tile, group = __ldcg(p.tiles.group + any);
+    const int first = any - group / 16, size = group % 16;
+    const int within = pair - first * p.pairs_per_tile, tile = first + within % size;
+    return {within / size * 2 + rank, __ldcg(p.tiles.expert + tile), __ldcg(p.tiles.first_row + tile),
+            __ldcg(p.tiles.num_rows + tile)};
+  }
   const int band = pair / (p.band_tiles * p.pairs_per_tile);
   const int within = pair - band * p.band_tiles * p.pairs_per_tile;
   const int band_tiles = min(p.band_tiles, num_tiles - band * p.band_tiles);
   const int tile = band * p.band_tiles + within % band_tiles;
-  const int row_tile = within / band_tiles * 2 + rank;
-  if (p.tiles.num_tiles != nullptr) {
-    return {row_tile, __ldcg(p.tiles.expert + tile), __ldcg(p.tiles.first_row + tile), __ldcg(p.tiles.num_rows + tile)};
-  }
   const int first_token = tile * p.tile_tokens;
-  return {row_tile, 0, first_token, min(p.tile_tokens, p.num_tokens - first_token)};
+  return {within / band_tiles * 2 + rank, 0, first_token, min(p.tile_tokens, p.num_tokens - first_token)};
+}
+
+// One thread: the cluster's jobs, one ahead of the copies. Tiles of a dense product are dealt out. Those of experts
+// differ in time, so clusters take them from a common counter: neighbouring jobs then start within a step or two of each
+// other and find each other's weights in L2.
+template <typename Shape>
+__device__ __forceinline__ void take_jobs(const TileParameters& p, uint32_t base, uint8_t* shared, int rank) {
+  JobQueue* queue = reinterpret_cast<JobQueue*>(shared + Shape::kQueueOffset);
+  const uint32_t full = shared_address(&queue->full), empty = shared_address(&queue->empty);
+  const int num_tiles = num_token_tiles(p), end = num_tiles * p.pairs_per_tile, num_clusters = gridDim.x / 2;
+  int pair = blockIdx.x / 2;
+  for (int n = 0;; ++n) {
+    barrier_wait(empty, (n & 1) ^ 1);
+    if (n > 0) {
+      const int slot = (n - 1) % kJobNumbers, round = (n - 1) / kJobNumbers;
+      const uint32_t number = shared_address(&queue->number[slot]);
+      const uint32_t number_full = shared_address(&queue->number_full[slot]);
+      if (p.tiles.next_job == nullptr) {
+        pair += num_clusters;
+      } else if (rank == 0) {
+        pair = num_clusters + atomicAdd(p.tiles.next_job, 1);
+        send_float(cluster_address(number, 1), __int_as_float(pair), cluster_address(number_full, 1));
+      } else {
+        barrier_expect_bytes(number_full, 4);
+        barrier_wait_for_cluster(number_full, round & 1);
+        pair = *const_cast<volatile int*>(&queue->number[slot]);
+      }
+    }
+    TileJob job = {0, 0, 0, 0};
+    if (pair < end) job = tile_job(p, num_tiles, pair, rank);
+    queue->job = job;
+    barrier_arrive(full);
+    if (job.num_tokens == 0) return;
+  }
 }
 
 struct WeightScales {
@@ -134,26 +196,34 @@ struct RingPlace {
   }
 };
 
+template <bool kGlu>
+__device__ __forceinline__ int weight_group(const TileParameters& p, const TileJob& job) {
+  if (kGlu) return job.expert * p.rows + min(job.row_tile, p.rows / 64 - 1) * 32;
+  return p.wide_rows ? job.expert * (p.rows / 32) + job.row_tile * 4 : job.expert * (p.rows / 16) + job.row_tile * 8;
+}
+
 template <typename Shape, bool kGlu>
 __device__ __forceinline__ void produce_tiles(const TileParameters& p, uint32_t base, uint8_t* shared, int rank) {
   const uint32_t full = base + Shape::kBarrierOffset, empty = full + kMaxStages * 8;
   TileJob* jobs = reinterpret_cast<TileJob*>(shared + Shape::kJobOffset);
-  const int num_tiles = num_token_tiles(p), end = num_tiles * p.pairs_per_tile, stride = gridDim.x / 2;
+  JobQueue* queue = reinterpret_cast<JobQueue*>(shared + Shape::kQueueOffset);
+  const uint32_t job_full = shared_address(&queue->full), job_empty = shared_address(&queue->empty);
   RingPlace place = {0, 1};  // a fresh barrier passes a wait for the odd phase: the first round finds free stages
-  TileJob next = {};
-  int pair = blockIdx.x / 2;
-  if (pair < end) next = tile_job(p, num_tiles, pair, rank);
-  for (; pair < end; pair += stride) {
-    const TileJob job = next;
-    if (pair + stride < end) next = tile_job(p, num_tiles, pair + stride, rank);  // its latency hides behind this tile
+  int taken = 0;
+  const auto take = [&]() {
+    barrier_wait(job_full, taken++ & 1);
+    const TileJob job = queue->job;
+    barrier_arrive(job_empty);
+    return job;
+  };
+  for (TileJob job = take(); job.num_tokens > 0; job = take()) {
     const WeightScales scales = weight_scales<kGlu>(p, job);
     for (int step = 0; step < p.num_steps; step += 32) {
       prefetch_to_l2(scales.gate + step);
       if (kGlu) prefetch_to_l2(scales.up + step);
     }
     const int num_blocks = (job.num_tokens + kBlockTokens - 1) / kBlockTokens;
-    const int group = kGlu ? job.expert * p.rows + min(job.row_tile, p.rows / 64 - 1) * 32
-                           : job.expert * (p.rows / 16) + job.row_tile * 8;
+    const int group = weight_group<kGlu>(p, job);
     for (int step = 0; step < p.num_steps; ++step) {
       barrier_wait(empty + place.stage * 8, place.phase);
       const uint32_t barrier = full + place.stage * 8, target = base + place.stage * p.stage_bytes;
@@ -240,12 +310,11 @@ __device__ __forceinline__ void accumulate_tile(const WeightScales& scales, int 
   }
 }
 
-// Plain rows are copied so that a thread's are 16 m + 4 (lane % 4) + 0..3.
+// Plain rows are copied so that a thread's are 16 m + 4 (lane % 4) + 0..3, or, wide, 32 m + 8 (lane % 4) + 0..7.
 template <typename Shape, int kBlocks>
 __device__ __forceinline__ void store_tile(const TileParameters& p, const TileJob& job,
                                            const float (&sum)[kBlocks][64]) {
   const int lane = threadIdx.x % 32;
-  const int first_row = job.row_tile * kTileRows + 4 * (lane % 4);
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
     const int block = threadIdx.x / 128 + Shape::kWarpgroups * b;
@@ -254,6 +323,20 @@ __device__ __forceinline__ void store_tile(const TileParameters& p, const TileJo
     for (int half = 0; half < 2; ++half) {
       if (token + 8 * half >= job.num_tokens) continue;
       const int64_t target = static_cast<int64_t>(job.first_token + token + 8 * half) * p.out_stride;
+      if (p.wide_rows) {
+        const int first_row = job.row_tile * kTileRows + 8 * (lane % 4);
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          const int row = first_row + 32 * m, e = 16 * m + 2 * half;
+          if (row >= p.rows) continue;
+          const uint2 low = pack_bf16x4(make_float4(sum[b][e], sum[b][e + 1], sum[b][e + 4], sum[b][e + 5]));
+          const uint2 high = pack_bf16x4(make_float4(sum[b][e + 8], sum[b][e + 9], sum[b][e + 12], sum[b][e + 13]));
+          *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.out) + target + row) =
+              make_uint4(low.x, low.y, high.x, high.y);
+        }
+        continue;
+      }
+      const int first_row = job.row_tile * kTileRows + 4 * (lane % 4);
 #pragma unroll
       for (int m = 0; m < 8; ++m) {
         const int row = first_row + 16 * m, e = 8 * m + 2 * half;
@@ -397,6 +480,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) token_tiles_kernel(const _
       barrier_init(full + (kMaxStages + i) * 8, 2 * Shape::kMathWarps);  // of both CTAs
     }
     for (int i = 0; i < 2 * Shape::kMathWarps; ++i) barrier_init(exchange + i * 8, 1);
+    JobQueue* queue = reinterpret_cast<JobQueue*>(shared + Shape::kQueueOffset);
+    barrier_init(shared_address(&queue->full), 1);
+    barrier_init(shared_address(&queue->empty), 1);
+    for (int i = 0; i < kJobNumbers; ++i) barrier_init(shared_address(&queue->number_full[i]), 1);
     barrier_init_fence();
   } else if (threadIdx.x == Shape::kMathThreads) {
     prefetch_tensor_map(&p.weight_map);
@@ -410,6 +497,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) token_tiles_kernel(const _
   if (threadIdx.x >= Shape::kMathThreads) {
     keep_registers<Shape::kCopyRegisters>();
     if (threadIdx.x == Shape::kMathThreads) produce_tiles<Shape, kGlu>(p, base, shared, rank);
+    if (threadIdx.x == Shape::kMathThreads + 32) take_jobs<Shape>(p, base, shared, rank);
   } else {
     take_registers<Shape::kMathRegisters>();
     consume_tiles<Shape, kGlu>(p, base, shared, rank);
@@ -419,28 +507,23 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) token_tiles_kernel(const _
 #endif
 }
 
-int num_multiprocessors() {
-  static const int count = [] {
-    int device = 0, value = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, device);
-    return value > 0 ? value : 132;
-  }();
-  return count;
-}
-
 // 128 weight rows x 128 bytes, in the order that gives a thread neighbouring ones: as copied, row 8 j + 2 q + i is row
-// 16 (j / 2) + 4 q + 2 (j % 2) + i of a plain product; with kGlu, gate (j even) or up (j odd) row 16 q + 2 (j / 2) + i.
-int encode_row_map(const StreamCall& call, CUtensorMap* map) {
+// 16 (j / 2) + 4 q + 2 (j % 2) + i of a plain product, wide 32 (j / 4) + 8 q + 2 (j % 4) + i; with kGlu, gate (j even)
+// or up (j odd) row 16 q + 2 (j / 2) + i.
+int encode_row_map(const StreamCall& call, bool wide, CUtensorMap* map) {
   const bool glu = call.output == StreamOutput::kGlu;
   const uint64_t row_bytes = call.k, rows = call.rows;
   TensorMapShape shape = {call.weight, 1, 5, true, {}, {}, {}};
-  const uint64_t sizes[5] = {row_bytes, 2, 4, 2, call.num_groups * (glu ? rows : rows / 16)};
-  const uint64_t strides[4] = {row_bytes, (glu ? 16 : 4) * row_bytes, (glu ? rows : 2) * row_bytes,
-                               (glu ? 2 : 16) * row_bytes};
-  const uint32_t box[5] = {128, 2, 4, 2, 8};
-  for (int i = 0; i < 5; ++i) shape.sizes[i] = sizes[i], shape.box[i] = box[i];
-  for (int i = 0; i < 4; ++i) shape.strides[i] = strides[i];
+  const uint64_t narrow_sizes[4] = {2, 4, 2, call.num_groups * (glu ? rows : rows / 16)};
+  const uint64_t narrow_strides[4] = {1, glu ? 16u : 4u, glu ? rows : 2, glu ? 2u : 16u};
+  const uint64_t wide_sizes[4] = {2, 4, 4, call.num_groups * (rows / 32)}, wide_strides[4] = {1, 8, 2, 32};
+  const uint32_t narrow_box[5] = {128, 2, 4, 2, 8}, wide_box[5] = {128, 2, 4, 4, 4};
+  shape.sizes[0] = row_bytes;
+  for (int i = 0; i < 5; ++i) shape.box[i] = wide ? wide_box[i] : narrow_box[i];
+  for (int i = 0; i < 4; ++i) {
+    shape.sizes[i + 1] = wide ? wide_sizes[i] : narrow_sizes[i];
+    shape.strides[i] = (wide ? wide_strides[i] : narrow_strides[i]) * row_bytes;
+  }
   return encode_tensor_map(shape, "weight", map);
 }
 
@@ -490,7 +573,8 @@ int token_tiles_fp8(const StreamCall& call, cudaStream_t stream) {
   p.token_tiles = call.tiles.num_tiles != nullptr ? call.tiles.max_tiles
                                                   : static_cast<int>(ceil_div(call.num_tokens, p.tile_tokens));
   p.band_tiles = call.tiles.num_tiles != nullptr ? 1 : kBandTokens / p.tile_tokens;
-  GLM_RETURN_IF(encode_row_map(call, &p.weight_map));
+  p.wide_rows = call.output == StreamOutput::kBf16 && call.rows % 32 == 0;
+  GLM_RETURN_IF(encode_row_map(call, p.wide_rows, &p.weight_map));
   GLM_RETURN_IF(encode_token_map(call, kBlockTokens, &p.token_map));
   GLM_RETURN_IF(encode_token_scale_map(call, p.tile_tokens, &p.token_scale_map));
   const cudaError_t status = p.tile_tokens == ThreeWarpgroups::kTokens ? launch<ThreeWarpgroups>(call, p, stream)

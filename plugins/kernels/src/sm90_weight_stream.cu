@@ -10,9 +10,22 @@ int weight_stream(const StreamCall& call, cudaStream_t stream) {
     case WeightFormat::kBf16: return weight_stream_bf16(call, stream);
     case WeightFormat::kFp8:
       return call.tokens_per_tile >= 128 ? token_tiles_fp8(call, stream) : weight_stream_fp8(call, stream);
-    case WeightFormat::kNvfp4: return weight_stream_nvfp4(call, stream);
+    case WeightFormat::kNvfp4:
+      return call.tokens_per_tile == kNvfp4NarrowTile || call.tokens_per_tile == kNvfp4WideTile
+                 ? token_tiles_nvfp4(call, stream)
+                 : weight_stream_nvfp4(call, stream);
   }
   return refuse("weight stream: unknown weight format");
+}
+
+int num_multiprocessors() {
+  static const int count = [] {
+    int device = 0, value = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, device);
+    return value > 0 ? value : 132;
+  }();
+  return count;
 }
 
 int encode_weight_map(const StreamCall& call, CUtensorMap* map) {

@@ -28,6 +28,8 @@ struct TokenTiles {
   const int* first_row;  // [max_tiles] in the sorted token buffer
   const int* num_rows;   // [max_tiles] 1..tokens a tile
   int max_tiles;
+  const int* group;  // [max_tiles] place in a group of tiles that share an expert's weights * 16 + the group's size
+  int* next_job;     // [1] zero before the product: jobs taken so far (FP8 tiles of 128 tokens and more)
 };
 
 struct StreamCall {
@@ -46,7 +48,7 @@ struct StreamCall {
   int scale_stride;          // elements, a multiple of 4
   TokenTiles tiles;
   bool tiles_are_old;   // the kernel before this one has waited for the tables: weights may be fetched at once
-  int tokens_per_tile;  // 8, 16, 32, 64, 128; BF16 also 256, FP8 also 192 and 256
+  int tokens_per_tile;  // 8, 16, 32, 64, 128; BF16 also 256, FP8 also 192 and 256, NVFP4 also 96 and 144
   int num_splits;       // of K: 1..8 (any number for kPartial); 1 with kGlu and with tiles
   int valid_rows;       // kF32, kArgmax
   void* out;
@@ -63,6 +65,16 @@ int weight_stream_nvfp4(const StreamCall& call, cudaStream_t stream);
 // FP8 tiles of 128 tokens and more run on a kernel of their own; with kGlu it needs rows that are multiples of 64.
 int token_tiles_fp8(const StreamCall& call, cudaStream_t stream);
 bool token_tiles_fit(bool glu, int rows);
+
+// So do NVFP4 tiles of experts with many rows: any number of tokens up to one of these; rows and K multiples of 256.
+constexpr int kNvfp4NarrowTile = 96;
+constexpr int kNvfp4WideTile = 144;
+constexpr int kNvfp4TileBlock = 16;  // a tile's products take this many tokens, or a multiple
+int token_tiles_nvfp4(const StreamCall& call, cudaStream_t stream);
+bool nvfp4_tiles_fit(int rows, int k);
+
+// Of the first device that asked; persistent kernels launch a CTA on each.
+int num_multiprocessors();
 
 // Tensor maps of a call: 128 weight rows x 128 bytes (with kGlu 8 gate, 8 up rows in turn), tokens x 128 bytes, and the
 // scales of one K step's tokens.

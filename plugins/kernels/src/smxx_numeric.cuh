@@ -94,13 +94,21 @@ __device__ __forceinline__ uint32_t join_nibbles(uint32_t inner, uint32_t outer)
 // A value's sign belongs in bit 15 of its half and its magnitude in bits 6-8. Shifts of the word by 0 and 6 put the
 // signs and the magnitudes of nibbles 3 and 7 there, and those of nibbles 2 and 6 four bits lower; what else lies around
 // them is masked off last. 11 operations and 4 products a word.
-__device__ __forceinline__ void decode_e2m1x8(uint32_t word, uint32_t scale, uint32_t (&pairs)[4]) {
+struct JoinedNibbles {
+  uint32_t lower, upper;
+};
+__device__ __forceinline__ JoinedNibbles join_e2m1x8(uint32_t word) {
+  return {join_nibbles(word << 2, word << 8), join_nibbles(word >> 6, word)};
+}
+__device__ __forceinline__ void scale_e2m1x8(JoinedNibbles joined, uint32_t scale, uint32_t (&pairs)[4]) {
   constexpr uint32_t kKept = 0x81C081C0u;
-  const uint32_t lower = join_nibbles(word << 2, word << 8), upper = join_nibbles(word >> 6, word);
-  pairs[0] = multiply_bf16x2((lower << 4) & kKept, scale);
-  pairs[1] = multiply_bf16x2(lower & kKept, scale);
-  pairs[2] = multiply_bf16x2((upper << 4) & kKept, scale);
-  pairs[3] = multiply_bf16x2(upper & kKept, scale);
+  pairs[0] = multiply_bf16x2((joined.lower << 4) & kKept, scale);
+  pairs[1] = multiply_bf16x2(joined.lower & kKept, scale);
+  pairs[2] = multiply_bf16x2((joined.upper << 4) & kKept, scale);
+  pairs[3] = multiply_bf16x2(joined.upper & kKept, scale);
+}
+__device__ __forceinline__ void decode_e2m1x8(uint32_t word, uint32_t scale, uint32_t (&pairs)[4]) {
+  scale_e2m1x8(join_e2m1x8(word), scale, pairs);
 }
 
 }  // namespace glm

@@ -160,10 +160,12 @@ __device__ void route_few(const int32_t* expert_ids, int num_slots, int top_k, i
       tables.expert[tile] = e;
       tables.first_row[tile] = row + done;
       tables.num_rows[tile] = min(tokens_per_tile, counts[e] - done);
+      tables.group[tile] = 1;  // alone
     }
     row += (counts[e] + kSortedRowAlignment - 1) / kSortedRowAlignment * kSortedRowAlignment;
   }
   if (writes_tables && threadIdx.x == kThreads - 1) *tables.num_tiles = tile;
+  if (writes_tables && threadIdx.x < 2) tables.next_jobs[threadIdx.x] = 0;
   __syncthreads();
   if (threadIdx.x < top_k) {
     const int slot = blockIdx.x * top_k + threadIdx.x, expert = ids[slot];

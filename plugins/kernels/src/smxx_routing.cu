@@ -50,9 +50,10 @@ __global__ void __launch_bounds__(kRouteThreads)
   __syncthreads();
   const int count = counts[threadIdx.x];
   const int num_tiles = (count + tokens_per_tile - 1) / tokens_per_tile;
-  // A wide tile's time goes by its blocks of 64: an expert's tiles get equal shares of them.
-  const int block = tokens_per_tile > 128 ? kWideTileBlock : tokens_per_tile;
+  // A wide tile's time goes by its blocks: an expert's tiles get equal shares of them.
+  const int block = tile_block(tokens_per_tile);
   const int num_blocks = (count + block - 1) / block;
+  const int group = tiles_per_group(tokens_per_tile);
   int2 before, total;
   const int room = (count + kSortedRowAlignment - 1) / kSortedRowAlignment * kSortedRowAlignment;
   block_exclusive_sums(make_int2(room, num_tiles), before, total);
@@ -62,7 +63,10 @@ __global__ void __launch_bounds__(kRouteThreads)
     const int first = num_blocks * i / num_tiles * block, end = min(num_blocks * (i + 1) / num_tiles * block, count);
     tables.first_row[before.y + i] = before.x + first;
     tables.num_rows[before.y + i] = end - first;
+    const int in_group = i % group;
+    tables.group[before.y + i] = in_group * 16 + min(group, num_tiles - (i - in_group));
   }
+  if (threadIdx.x < 2) tables.next_jobs[threadIdx.x] = 0;
   if (threadIdx.x == 0) *tables.num_tiles = total.y;
   __syncthreads();
   for (int i = threadIdx.x; i < num_slots; i += kRouteThreads) {
