@@ -19,7 +19,8 @@ import marked_page
 
 RESULTS = Path(__file__).with_name("results")
 PAGE, FILE = RESULTS / "README.md", RESULTS / "gpu-check-h200.json"
-FORMATS = {"fp8": "FP8", "nvfp4": "NVFP4 experts"}
+FORMATS = {"fp8": "FP8", "nvfp4": "NVFP4 experts, bf16 draft", "nvfp4-draft": "NVFP4 experts, the draft's too"}
+SHORT = {"fp8": "FP8", "nvfp4": "NVFP4", "nvfp4-draft": "draft too"}
 
 
 def stages() -> dict[str, Any]:
@@ -54,7 +55,7 @@ def decode_table() -> str:
             if found["work"]:
                 cell += f" ({found['work'] / found['ms'] * 1e-9:.1f}, {100 * found['of_ceiling']:.0f} %)"
             cells.setdefault((found["part"], found["stage"]), ["-"] * len(columns))[place] = cell
-    names = " | ".join(f"{FORMATS[layout].split()[0]} {row['batch']}" for layout, row in columns)
+    names = " | ".join(f"{SHORT[layout]} {row['batch']}" for layout, row in columns)
     return _table(
         f"| stage | {names} |", (f"| {part}: {stage} | {' | '.join(c)} |" for (part, stage), c in cells.items())
     )

@@ -6,10 +6,10 @@ python benchmarks/plot_results.py        reads benchmarks/results/gpu-check-h200
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from gpu_tables import FORMATS, stages
 
 plt.switch_backend("svg")
 plt.rcParams["svg.hashsalt"] = "slice"  # equal input gives equal bytes
@@ -17,37 +17,30 @@ plt.rcParams["svg.hashsalt"] = "slice"  # equal input gives equal bytes
 RESULTS = Path(__file__).with_name("results")
 # vLLM 0.26.0, the same layers in FP8 on the same kind of card, 2026-11-29; not run side by side.
 RIVAL_MS = {1: 9.6, 8: 19.1, 32: 25.6}
-COLOURS = {"rival": "#b0b7c3", "FP8": "#1f6f8b", "NVFP4 experts": "#e08e45"}
+COLOURS = {"rival": "#b0b7c3", "fp8": "#1f6f8b", "nvfp4": "#e08e45", "nvfp4-draft": "#f2c38a"}
 
 
 def rows(layout: str) -> dict[int, dict[str, float]]:
     """Rows of the slice by batch."""
-    report = json.loads((RESULTS / "gpu-check-h200.json").read_text(encoding="utf-8"))
-    return {row["batch"]: row for row in report["stages"]["slice"][layout]["result"]}
+    return {row["batch"]: row for row in stages()["slice"][layout]["result"]}
 
 
 def main() -> None:
     """Write the picture."""
-    series = {"FP8": rows("fp8"), "NVFP4 experts": rows("nvfp4")}
-    figure, axes = plt.subplots(figsize=(7.2, 3.4), layout="constrained")
-    width, batches = 0.27, list(RIVAL_MS)
-    bars = axes.bar(
-        [i - width for i in range(3)], RIVAL_MS.values(), width, color=COLOURS["rival"], label="vLLM 0.26, FP8"
-    )
+    figure, axes = plt.subplots(figsize=(7.6, 3.6), layout="constrained")
+    width, batches = 0.21, list(RIVAL_MS)
+    places = [i - 1.5 * width for i in range(3)]
+    bars = axes.bar(places, RIVAL_MS.values(), width, color=COLOURS["rival"], label="vLLM 0.26, FP8")
     axes.bar_label(bars, fmt="%.1f", fontsize=8)
-    for shift, (name, found) in enumerate(series.items()):
-        places = [i + shift * width for i in range(3)]
-        bars = axes.bar(
-            places,
-            [found[b]["step_ms_launched_ahead"] for b in batches],
-            width,
-            color=COLOURS[name],
-            label=f"ours, {name}",
-        )
+    for index, (layout, name) in enumerate(FORMATS.items()):
+        found = rows(layout)
+        places = [i + (index - 0.5) * width for i in range(3)]
+        heights = [found[b]["step_ms_launched_ahead"] for b in batches]
+        bars = axes.bar(places, heights, width, color=COLOURS[layout], label=f"ours, {name}")
         axes.bar_label(bars, fmt="%.1f", fontsize=8)
         for place, batch in zip(places, batches, strict=True):
             level = found[batch]["roofline_ms"]
-            label = "roofline" if (shift, batch) == (0, batches[0]) else None
+            label = "roofline" if (index, batch) == (0, batches[0]) else None
             axes.plot([place - width / 2, place + width / 2], [level, level], color="black", linewidth=1.5, label=label)
     axes.set_xticks(range(3), [f"batch {b}" for b in batches])
     axes.set_ylabel("ms a step")
