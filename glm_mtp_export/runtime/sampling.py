@@ -45,7 +45,7 @@ class StructuredOutput:
     answer; `grammar`: EBNF with the root rule `root`; `choice`: one of these strings; `structural_tag`: xgrammar's
     structural tag as JSON text (tool calls). `any_whitespace`: the model may lay out JSON as it likes, which costs no
     accuracy; False forces the compact form. `strict` False: demands of a schema that a grammar cannot hold are left to the model
-    instead of refused.
+    instead of refused. `tool_calls`: a structural tag that the answer may follow instead, where tools are offered.
     """
 
     json_schema: str | None = None
@@ -56,6 +56,7 @@ class StructuredOutput:
     structural_tag: str | None = None
     any_whitespace: bool = True
     strict: bool = True
+    tool_calls: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "choice", _several(self.choice))
@@ -71,7 +72,7 @@ class StructuredOutput:
 
     def _problems(self) -> list[str]:
         problems = []
-        for name in ("json_schema", "regex", "grammar", "structural_tag"):
+        for name in ("json_schema", "regex", "grammar", "structural_tag", "tool_calls"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 hint = "; json.dumps makes it" if isinstance(value, Mapping) else ""
@@ -81,6 +82,10 @@ class StructuredOutput:
         for name in ("json_object", "any_whitespace", "strict"):
             if not isinstance(getattr(self, name), bool):
                 problems.append(f"{name} is {_shown(getattr(self, name))}, expected True or False")
+        if self.tool_calls is not None and self.structural_tag is not None:
+            problems.append("tool_calls beside structural_tag: make one tag of both")
+        if self.tool_calls is not None and self.any_whitespace is False:
+            problems.append("tool_calls beside any_whitespace False cannot be held: leave one out")
         return problems
 
 

@@ -83,9 +83,13 @@ class GrammarCompiler:
 
     def _compile(self, structure: StructuredOutput) -> Any:
         try:
+            if structure.json_schema is not None and structure.strict:
+                _check_enforced(structure.json_schema)
+            if structure.tool_calls is not None:
+                either = [json.loads(structure.tool_calls)["format"], _content_format(structure)]
+                tag = {"type": "structural_tag", "format": {"type": "or", "elements": either}}
+                return self._compiler.compile_structural_tag(tag)
             if structure.json_schema is not None:
-                if structure.strict:
-                    _check_enforced(structure.json_schema)
                 return self._compiler.compile_json_schema(
                     structure.json_schema, any_whitespace=structure.any_whitespace
                 )
@@ -164,6 +168,17 @@ def _check_enforced(json_schema: str) -> None:
             f"The JSON Schema has demands that cannot be enforced: {'; '.join(found[:5])}{more}. Leave it out, and check the "
             "answer for it."
         )
+
+
+def _content_format(structure: StructuredOutput) -> dict[str, Any]:
+    """The structure as a part of a structural tag."""
+    if structure.json_schema is not None:
+        return {"type": "json_schema", "json_schema": json.loads(structure.json_schema)}
+    if structure.json_object:
+        return {"type": "json_schema", "json_schema": {"type": "object"}}
+    if structure.regex is not None:
+        return {"type": "regex", "pattern": structure.regex}
+    return {"type": "grammar", "grammar": structure.grammar or _choice_grammar(structure.choice)}
 
 
 def _reason(error: Exception) -> str:

@@ -158,7 +158,8 @@ def _check_structure(request: Request) -> None:
     structure = request.params.structured_output
     if structure is None:
         return
-    texts = (structure.json_schema, structure.regex, structure.grammar, structure.structural_tag, *structure.choice)
+    tags = (structure.structural_tag, structure.tool_calls)
+    texts = (structure.json_schema, structure.regex, structure.grammar, *tags, *structure.choice)
     size = sum(len(text) for text in texts if text)
     if size > _MAX_STRUCTURE_CHARACTERS:
         raise RequestError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from glm_mtp_export.chat.reasoning import prompt_opens_thinking
@@ -228,33 +228,44 @@ def _chat_logprobs(body: ChatCompletionRequest) -> int | None:
 
 
 def _chat_structure(body: ChatCompletionRequest, tools: list[dict[str, Any]]) -> StructuredOutput | None:
-    """The grammar of the answer: from response_format, or from a tool choice that leaves the model no choice."""
+    """The grammar of the answer: from response_format, from a tool choice that leaves the model no choice, or of either."""
     structure = _structure(body.response_format)
     if not tools:
         return structure
-    choice = body.tool_choice or "auto"
-    if choice == "auto" and body.parallel_tool_calls is not False:
-        return structure
-    if structure is not None:
-        raise RequestError("response_format cannot be combined with a forced tool_choice or parallel_tool_calls false.")
+    choice, is_parallel = body.tool_choice or "auto", body.parallel_tool_calls is not False
+    if structure is None:
+        return (
+            None
+            if choice == "auto" and is_parallel
+            else StructuredOutput(structural_tag=_calls(tools, choice, is_parallel))
+        )
+    if choice != "auto":
+        raise RequestError(
+            "response_format cannot be combined with a forced tool_choice: the answer is a call. Leave one out."
+        )
+    return replace(structure, tool_calls=_calls(tools, "required", is_parallel))
+
+
+def _calls(tools: list[dict[str, Any]], choice: str | NamedToolChoice, is_parallel: bool) -> str:
+    """The structural tag of one call or more."""
     try:
         import xgrammar
     except ImportError as error:
         raise MissingDependencyError(
-            f"A forced tool_choice needs xgrammar ({error}). Install it: pip install 'xgrammar>=0.2.9'."
+            f"This use of tools needs xgrammar ({error}). Install it: pip install 'xgrammar>=0.2.9'."
         ) from error
-    wanted = choice if isinstance(choice, str) else choice.model_dump()
+    wanted: Any = choice if isinstance(choice, str) else choice.model_dump()
     try:
         tag = xgrammar.get_model_structural_tag(
             "glm_4_7",
             tools=list(tools),
             tool_choice=wanted,
             reasoning="disabled",  # the runtime starts the grammar after </think>
-            parallel_tool_calls=body.parallel_tool_calls is not False,
+            parallel_tool_calls=is_parallel,
         )
     except Exception as error:  # pydantic's errors and plain ValueErrors about the schemas
         raise RequestError(f"tools cannot be turned into a grammar: {error}.") from error
-    return StructuredOutput(structural_tag=tag.model_dump_json())
+    return str(tag.model_dump_json())
 
 
 def _structure(wanted: ResponseFormat | None) -> StructuredOutput | None:

@@ -79,6 +79,9 @@ def test_values_out_of_range(fields: dict[str, Any], message: str) -> None:
         ({"regex": 5}, "regex is 5, expected text"),
         ({"choice": ("yes", 1)}, "choice is ('yes', 1), expected strings"),
         ({"json_object": "yes"}, "json_object is 'yes', expected True or False"),
+        ({"structural_tag": "{}", "tool_calls": "{}"}, "tool_calls beside structural_tag"),
+        ({"regex": "a", "tool_calls": {}}, "tool_calls is {}, expected text"),
+        ({"json_object": True, "any_whitespace": False, "tool_calls": "{}"}, "tool_calls beside any_whitespace False"),
     ],
 )
 def test_structures_that_are_none(fields: dict[str, Any], message: str) -> None:

@@ -202,6 +202,26 @@ def test_tool_call_structural_tag(num_drafts: int) -> None:
         assert [key for key, _ in pairs] == ["a", "b"] and pairs[0][1].isdigit() and pairs[1][1] in ("x", "yy")
 
 
+@pytest.mark.parametrize("num_drafts", [0, 5])
+def test_an_answer_is_of_its_structure_or_a_tool_call(num_drafts: int) -> None:
+    tag = {
+        "type": "structural_tag",
+        "format": {
+            "type": "tag",
+            "begin": {"type": "token", "token": "<tool_call>"},
+            "content": {"type": "json_schema", "json_schema": json.loads(_SCHEMA), "style": "glm_xml"},
+            "end": {"type": "token", "token": "</tool_call>"},
+        },
+    }
+    structure = StructuredOutput(choice=("x", "yy"), tool_calls=json.dumps(tag))
+    b = _run(num_drafts, structure, [1])
+    ended = [c for c in b.completions.values() if c.finish_reason == "stop"]
+    called = [c for c in ended if c.token_ids[0] == TOOL_CALL]
+    assert called and all(c.token_ids[-2:] == (END_TOOL_CALL, EOS) for c in called)
+    told = [c for c in ended if c.token_ids[0] != TOOL_CALL]
+    assert told and {c.text for c in told} <= {"x", "yy"}
+
+
 def test_exactly_one_kind_of_structure() -> None:
     with pytest.raises(RequestError, match="found regex, choice, expected exactly one"):
         StructuredOutput(regex="a", choice=("b",))

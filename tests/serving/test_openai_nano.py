@@ -103,6 +103,42 @@ def test_one_call_at_most_on_request(server: RunningServer) -> None:
     assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Bado"}')
 
 
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("parallel", [None, False])
+def test_a_response_format_leaves_the_way_to_tools_open(
+    server: RunningServer, thinking: bool, parallel: bool | None
+) -> None:
+    """As OpenAI has it: the answer is a call, or content of that format."""
+    properties = {"age": {"type": "integer"}, "city": {"type": "string"}}
+    schema = {"type": "object", "properties": properties, "required": ["age", "city"], "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    options: dict[str, Any] = {"tools": TOOLS, "max_tokens": 200, "extra_body": {"enable_thinking": thinking}}
+    if parallel is not None:
+        options["parallel_tool_calls"] = parallel
+    called = chat(server, user("What is the weather in Bado?"), response_format=wanted, **options).choices[0]
+    (call,) = called.message.tool_calls
+    assert (called.finish_reason, json.loads(call.function.arguments)) == ("tool_calls", {"city": "Bado"})
+    asked = user("Write JSON with age = 12, city = Bado.")
+    told = chat(server, asked, response_format=wanted, **options).choices[0]
+    assert told.finish_reason == "stop" and not told.message.tool_calls
+    found = json.loads(told.message.content)
+    assert set(found) == {"age", "city"} and found["age"] == 12
+    for format_ in (
+        {"type": "json_object"},
+        {"type": "regex", "pattern": "[0-9]{1,3}"},
+        {"type": "choice", "choice": ["yes", "no"]},
+        {"type": "grammar", "grammar": 'root ::= "a" | "b"'},
+    ):
+        options["extra_body"] = {"enable_thinking": thinking, "response_format": format_}
+        called = chat(server, user("What is the weather in Bado?"), **options).choices[0]
+        assert [c.function.name for c in called.message.tool_calls or ()] == ["get_weather"], format_
+    with pytest.raises(openai.BadRequestError, match="cannot be combined with a forced tool_choice"):
+        chat(server, user("Hello!"), response_format=wanted, tools=TOOLS, tool_choice="required")
+    schema["properties"] = {"city": {"type": "string", "pattern": "^a", "maxLength": 3}}
+    with pytest.raises(openai.BadRequestError, match="cannot be enforced"):
+        chat(server, asked, response_format=wanted, **options | {"extra_body": {}})
+
+
 def test_response_format(server: RunningServer) -> None:
     schema = {
         "type": "object",
