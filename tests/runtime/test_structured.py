@@ -182,18 +182,20 @@ def test_unusable_structures_are_refused_before_anything_runs(structure: Structu
     b.check_empty()
 
 
+_CALL = {
+    "type": "structural_tag",
+    "format": {
+        "type": "tag",
+        "begin": {"type": "token", "token": "<tool_call>"},
+        "content": {"type": "json_schema", "json_schema": json.loads(_SCHEMA), "style": "glm_xml"},
+        "end": {"type": "token", "token": "</tool_call>"},
+    },
+}
+
+
 @pytest.mark.parametrize("num_drafts", [0, 5])
 def test_tool_call_structural_tag(num_drafts: int) -> None:
-    tag = {
-        "type": "structural_tag",
-        "format": {
-            "type": "tag",
-            "begin": {"type": "token", "token": "<tool_call>"},
-            "content": {"type": "json_schema", "json_schema": json.loads(_SCHEMA), "style": "glm_xml"},
-            "end": {"type": "token", "token": "</tool_call>"},
-        },
-    }
-    b = _run(num_drafts, StructuredOutput(structural_tag=json.dumps(tag)), [1])
+    b = _run(num_drafts, StructuredOutput(structural_tag=json.dumps(_CALL)), [1])
     ended = [c for c in b.completions.values() if c.finish_reason == "stop"]
     assert ended
     for done in ended:
@@ -204,16 +206,7 @@ def test_tool_call_structural_tag(num_drafts: int) -> None:
 
 @pytest.mark.parametrize("num_drafts", [0, 5])
 def test_an_answer_is_of_its_structure_or_a_tool_call(num_drafts: int) -> None:
-    tag = {
-        "type": "structural_tag",
-        "format": {
-            "type": "tag",
-            "begin": {"type": "token", "token": "<tool_call>"},
-            "content": {"type": "json_schema", "json_schema": json.loads(_SCHEMA), "style": "glm_xml"},
-            "end": {"type": "token", "token": "</tool_call>"},
-        },
-    }
-    structure = StructuredOutput(choice=("x", "yy"), tool_calls=json.dumps(tag))
+    structure = StructuredOutput(choice=("x", "yy"), tool_calls=json.dumps(_CALL))
     b = _run(num_drafts, structure, [1])
     ended = [c for c in b.completions.values() if c.finish_reason == "stop"]
     called = [c for c in ended if c.token_ids[0] == TOOL_CALL]
