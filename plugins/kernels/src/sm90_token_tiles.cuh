@@ -1,4 +1,4 @@
-// Instructions that only the token-tile kernel uses: copies and arrivals across a cluster of two CTAs, and one step of
+// What only the token-tile kernels use: their jobs, copies and arrivals across a cluster of two CTAs, and one step of
 // products whose operands are named by the low words of their descriptors.
 #ifndef GLM_KERNELS_SM90_TOKEN_TILES_CUH_
 #define GLM_KERNELS_SM90_TOKEN_TILES_CUH_
@@ -7,6 +7,10 @@
 #include "sm90_wgmma.cuh"
 
 namespace glm {
+
+struct alignas(16) TileJob {
+  int row_tile, expert, first_token, num_tokens;  // num_tokens 0: no more tiles
+};
 
 // The same tile into both CTAs' shared memory at the same place; each CTA's barrier there counts the bytes.
 __device__ __forceinline__ void copy_tensor_2d_to_both(uint32_t target, const CUtensorMap* map, uint32_t barrier,

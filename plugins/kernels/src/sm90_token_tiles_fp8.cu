@@ -69,10 +69,6 @@ constexpr int kBlockBytes = kBlockTokens * 128;
 constexpr int kMaxStages = 8;
 constexpr int kRingBytes = 220 * 1024;
 
-struct alignas(16) TileJob {
-  int row_tile, expert, first_token, num_tokens;  // num_tokens 0: no more tiles
-};
-
 // From the thread that takes jobs to the one that copies, a job at a time; and from CTA 0 to CTA 1, which job it is.
 // Where K is one step, CTA 0 may be kMaxStages + 2 jobs ahead.
 constexpr int kJobNumbers = 16;

@@ -89,10 +89,6 @@ struct TileParameters {
   int num_steps, out_stride, pairs_per_tile;  // a pair: the row tiles of one cluster
 };
 
-struct alignas(16) TileJob {
-  int row_tile, expert, first_token, num_tokens;  // num_tokens 0: no more tiles
-};
-
 __device__ __forceinline__ TileJob tile_job(const TileParameters& p, int pair, int rank) {
   const int tile = pair / p.pairs_per_tile, row_tile = pair % p.pairs_per_tile * 2 + rank;
   return {row_tile, __ldcg(p.tiles.expert + tile), __ldcg(p.tiles.first_row + tile), __ldcg(p.tiles.num_rows + tile)};
