@@ -72,10 +72,8 @@ def weight_plan(
         raise OptionError(f"--draft-dtype is {draft_dtype!r}, expected one of {', '.join(DTYPES)}.")
     if with_draft:
         view.require_draft()
-    planner, drafter = (
-        _Planner(view, dtype or BFLOAT16),
-        _Planner(view, draft_dtype or dtype or BFLOAT16, draft_dtype is not None),
-    )
+    planner = _Planner(view, dtype or BFLOAT16, converts_experts=True)
+    drafter = _Planner(view, draft_dtype or dtype or BFLOAT16, converts_experts=draft_dtype is not None)
     most = view.config.num_nextn_predict_layers if num_draft_modules is None else num_draft_modules
     target, draft = planner.target(), drafter.draft(most if with_draft else 0)
     if dialect == DEVICE:
@@ -96,11 +94,11 @@ def _as_float32(entries: Iterable[WeightEntry], rounded: bool) -> Iterator[Weigh
 
 @dataclass(frozen=True)
 class _Planner:
-    """Makes the plan of the device dialect. `dtype` holds for the draft's routed experts too if `converts_draft` says so."""
+    """Makes the plan of the device dialect. Without `converts_experts`, NVFP4 is only for routed experts that are stored so."""
 
     view: CheckpointView
     dtype: str
-    converts_draft: bool = False
+    converts_experts: bool
 
     @property
     def config(self) -> ModelConfig:
@@ -146,7 +144,7 @@ class _Planner:
             yield from self._indexer(f"{name}indexer", f"{stored}.self_attn.indexer")
         yield self._plain(f"{name}post_attention_norm", hidden, f"{stored}.post_attention_layernorm")
         if sparse:
-            yield from self._sparse(f"{name}moe", stored, layer < config.num_hidden_layers or self.converts_draft)
+            yield from self._sparse(f"{name}moe", stored)
         else:
             yield from self._swiglu(f"{name}mlp.", f"{stored}.mlp", config.intermediate_size)
 
@@ -175,13 +173,13 @@ class _Planner:
         yield self._plain(f"{name}.k_norm_weight", (dim,), f"{stored}.k_norm", dtype="float32")
         yield self._plain(f"{name}.k_norm_bias", (dim,), f"{stored}.k_norm.bias", dtype="float32")
 
-    def _sparse(self, name: str, stored: str, as_asked: bool) -> Iterator[WeightEntry]:
+    def _sparse(self, name: str, stored: str) -> Iterator[WeightEntry]:
         config, gate = self.config, f"{stored}.mlp.gate"
         experts, hidden = config.n_routed_experts, config.hidden_size
         yield self._plain(f"{name}.router", (experts, hidden), gate)
         yield self._plain(f"{name}.router_bias", (experts,), f"{gate}.e_score_correction_bias", dtype="float32")
-        yield from self._experts(f"{name}.w13", stored, "experts_gate_up", as_asked)
-        yield from self._experts(f"{name}.w2", stored, "experts_down", as_asked)
+        yield from self._experts(f"{name}.w13", stored, "experts_gate_up")
+        yield from self._experts(f"{name}.w2", stored, "experts_down")
         inner = config.moe_intermediate_size * config.n_shared_experts
         yield from self._swiglu(f"{name}.shared_", f"{stored}.mlp.shared_experts", inner)
 
@@ -214,7 +212,7 @@ class _Planner:
     ) -> Iterator[WeightEntry]:
         """A matrix of stacked parts with `rows` each, with its block scales where it is FP8."""
         shape = (sum(rows), cols)
-        if self._linear_format(sources, False) != FP8_BLOCK_FORMAT:
+        if self._linear_format(sources) != FP8_BLOCK_FORMAT:
             yield self._plain(name, shape, sources, recipe, shard_axis=shard_axis)
             return
         self._check_blocks(name, rows[:-1], sources)
@@ -225,7 +223,7 @@ class _Planner:
             f"{name}_scale", "float32", scale, recipe, sources, "block_scale", kind, shard_axis=shard_axis
         )
 
-    def _experts(self, name: str, stored: str, recipe: str, as_asked: bool) -> Iterator[WeightEntry]:
+    def _experts(self, name: str, stored: str, recipe: str) -> Iterator[WeightEntry]:
         """All experts of a layer in one stack; gate and up lie one above the other."""
         config, joint = self.config, recipe == "experts_gate_up"
         experts, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
@@ -233,7 +231,7 @@ class _Planner:
         rows, cols = (2 * inner, hidden) if joint else (hidden, inner)
         modules = [expert_module(stored, e, p) for e in range(experts) for p in projections]
         sources, axis = (f"{stored}.mlp.experts",), 1 if joint else 2
-        kind = self._linear_format(modules, as_asked)
+        kind = self._linear_format(modules, self.converts_experts)
         if kind == FP8_BLOCK_FORMAT:
             self._check_blocks(name, (inner,) if joint else (), modules[:1])
             scale = (experts, -(-rows // FP8_BLOCK), -(-cols // FP8_BLOCK))
@@ -254,13 +252,13 @@ class _Planner:
         else:
             yield self._plain(name, (experts, rows, cols), sources, recipe, shard_axis=axis)
 
-    def _linear_format(self, modules: Sequence[str], experts_as_asked: bool) -> str:
+    def _linear_format(self, modules: Sequence[str], converts_to_nvfp4: bool = False) -> str:
         """Format in the graph of a linear made of `modules`."""
         if self.dtype == BFLOAT16:
             return PLAIN
         if self.dtype == FLOAT8:
             return FP8_BLOCK_FORMAT
-        if experts_as_asked:
+        if converts_to_nvfp4:
             return NVFP4
         formats = {self.view.weight(module).format for module in modules}
         if formats == {NVFP4} and ".mlp.experts." in modules[0]:
