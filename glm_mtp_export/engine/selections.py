@@ -21,6 +21,7 @@ from glm_mtp_export.export.reference import (
     SELECTION,
     reference_feeds,
     reference_pages,
+    reference_pools,
 )
 from glm_mtp_export.ops.indexer import INDEXER
 
@@ -74,9 +75,8 @@ def _lists(artifact: Path, manifest: Manifest, prompt: NDArray[np.int32]) -> tup
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(artifact))
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     num_pages = reference_pages(len(prompt), manifest.speculation)
-    feeds = reference_feeds(manifest.config, manifest.speculation, prompt, None, 0, num_pages) | {
-        c.name: np.zeros([e for e in c.shape(num_pages) if isinstance(e, int)], np.float32) for c in manifest.caches
-    }
+    feeds = reference_feeds(manifest.config, manifest.speculation, prompt, None, 0, num_pages)
+    feeds |= reference_pools(manifest.caches, num_pages)
     known = {i.name for i in session.get_inputs()}
     found = session.run(None, {name: value for name, value in feeds.items() if name in known})
     return [node.input[2].partition(".indexer.")[0] for node in nodes], found

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from glm_mtp_export.artifact import Manifest
 from glm_mtp_export.errors import EngineError
-from glm_mtp_export.export.reference import REFERENCE_NAME, reference_feeds, reference_pages
+from glm_mtp_export.export.reference import REFERENCE_NAME, reference_feeds, reference_pages, reference_pools
 
 __all__ = ["FP32_LAYER_BOUND", "LayerError", "SelfCheck", "self_check"]
 
@@ -63,10 +63,7 @@ def self_check(
         raise EngineError(f"{path}: cannot be read ({error}). Export the checkpoint again.") from error
     prompt, config, speculation = reference["prompt"], manifest.config, manifest.speculation
     num_pages = reference_pages(len(prompt), speculation)
-    pools: dict[str, NDArray[np.generic]] = {
-        c.name: np.zeros([num_pages if isinstance(e, str) else e for e in c.shape("N")], np.float32)
-        for c in manifest.caches
-    }
+    pools: dict[str, NDArray[np.generic]] = dict(reference_pools(manifest.caches, num_pages))
     tokens, drafts, length, problems, compared = prompt, None, 0, [], 0
     for label in ("first", "second"):
         outputs = run({**reference_feeds(config, speculation, tokens, drafts, length, num_pages), **pools})

@@ -28,16 +28,15 @@ __all__ = [
     "SELECTION",
     "reference_feeds",
     "reference_pages",
+    "reference_pools",
     "reference_prompt",
     "write_reference",
 ]
 
 REFERENCE_NAME = "reference.safetensors"
 REFERENCE_CALLS = 3  # the two of the reference, and the first once more with FP8 index keys
-SELECTION, FP8_SELECTION = (
-    "selection",
-    "selection_fp8",
-)  # then a dot and the number of the indexer run in the first call
+# Of the first call's indexer runs, keys of the file: then a dot and the number of the run.
+SELECTION, FP8_SELECTION = "selection", "selection_fp8"
 _MAX_PROMPT = 320
 
 
@@ -90,6 +89,11 @@ def reference_pages(prompt_length: int, speculation: SpeculationConfig) -> int:
     return -(-(prompt_length + 2 * speculation.draft_width + 1) // PAGE_SIZE)
 
 
+def reference_pools(caches: Sequence[CacheSpec], num_pages: int) -> dict[str, np.ndarray]:
+    """Empty caches of `num_pages` pages."""
+    return {c.name: np.zeros([e for e in c.shape(num_pages) if isinstance(e, int)], c.dtype) for c in caches}
+
+
 def write_reference(
     path: Path,
     config: ModelConfig,
@@ -105,30 +109,28 @@ def write_reference(
     prompt = reference_prompt(config, valid_vocab)
     num_pages = reference_pages(len(prompt), speculation)
 
-    def run(feeds: Mapping[str, np.ndarray], pools: Mapping[str, torch.Tensor]) -> tuple[Any, _IndexerLists]:
-        tensors = {name: torch.from_numpy(value) for name, value in feeds.items()}
+    def run(
+        tokens: np.ndarray, drafts: np.ndarray | None, length: int, pools: Mapping[str, np.ndarray]
+    ) -> tuple[dict[str, torch.Tensor], list[np.ndarray]]:
+        """Outputs of a call, and the lists of its indexer runs."""
+        feeds = reference_feeds(config, speculation, tokens, drafts, length, num_pages) | dict(pools)
         with torch.no_grad(), _IndexerLists() as found:
-            return step(tensors | dict(pools), weights), found
+            outputs = step({name: torch.from_numpy(value) for name, value in feeds.items()}, weights)
+        advance(1)
+        return outputs, found.lists
 
-    stored, tokens, drafts, length = {"prompt": prompt}, prompt, None, 0
-    rounded = run(
-        reference_feeds(config, speculation, tokens, drafts, length, num_pages),
-        _empty_pools(_with_fp8_index_keys(config, caches), num_pages),
-    )[1]
-    stored |= {f"{FP8_SELECTION}.{i}": found for i, found in enumerate(rounded.lists)}
-    advance(1)
-    pools = _empty_pools(caches, num_pages)
+    _, rounded = run(prompt, None, 0, reference_pools(_with_fp8_index_keys(config, caches), num_pages))
+    stored = {"prompt": prompt, **{f"{FP8_SELECTION}.{i}": found for i, found in enumerate(rounded)}}
+    tokens, drafts, length, pools = prompt, None, 0, reference_pools(caches, num_pages)
     for label in ("first", "second"):
-        feeds = reference_feeds(config, speculation, tokens, drafts, length, num_pages)
-        outputs, selections = run(feeds, pools)
+        outputs, selections = run(tokens, drafts, length, pools)
         if label == "first":
-            stored |= {f"{SELECTION}.{i}": found for i, found in enumerate(selections.lists)}
-        pools = {c.name: outputs[f"{c.name}_out"] for c in caches}
+            stored |= {f"{SELECTION}.{i}": found for i, found in enumerate(selections)}
+        pools = {c.name: outputs[f"{c.name}_out"].numpy() for c in caches}
         results = {name: value.numpy() for name, value in outputs.items() if not name.endswith("_out")}
         stored |= {f"{label}.{name}": value for name, value in results.items()}
         tokens, drafts, length = results["next_tokens"], results.get("next_draft_tokens"), len(prompt)
-        advance(1)
-    stored |= {name: pool.numpy() for name, pool in pools.items()}
+    stored |= pools
     # Written here and not by the library, whose files only their owner may read.
     path.write_bytes(save({name: np.ascontiguousarray(value) for name, value in stored.items()}))
 
@@ -147,13 +149,6 @@ class _IndexerLists(TorchDispatchMode):
         if function is torch.ops.glm.indexer.default:
             self.lists.append(results[0].numpy())
         return results
-
-
-def _empty_pools(caches: Sequence[CacheSpec], num_pages: int) -> dict[str, torch.Tensor]:
-    return {
-        c.name: torch.zeros([e for e in c.shape(num_pages) if isinstance(e, int)], dtype=getattr(torch, c.dtype))
-        for c in caches
-    }
 
 
 def _with_fp8_index_keys(config: ModelConfig, caches: Sequence[CacheSpec]) -> list[CacheSpec]:
