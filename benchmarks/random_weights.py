@@ -120,9 +120,8 @@ def _packed_codes(values: torch.Tensor) -> torch.Tensor:
     Both signs are equally likely: codes whose mean is not 0 give all rows of a batch one direction, and few experts all of them.
     """
     fine = torch.special.ndtri((torch.special.ndtr(values.double()) * 4096).frac().clamp(1e-4, 1 - 1e-4)).float()
-    bounds = torch.tensor(
-        [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=values.device
-    )  # between 0, .5, 1, 1.5, 2, 3, 4, 6
+    # Half way between 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
+    bounds = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=values.device)
     low, high = (
         torch.bucketize(normal.abs() * _CODE_SCALE, bounds).to(torch.uint8) | (normal < 0).to(torch.uint8) << 3
         for normal in (values, fine)

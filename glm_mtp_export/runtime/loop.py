@@ -184,9 +184,8 @@ class EngineLoop:
 
     def abort(self, request_id: str) -> None:
         """End a request within one step."""
-        if not isinstance(
-            request_id, str
-        ):  # a handle would be taken for a request, anything else would stop the engine
+        # The inbox would take a handle for a request, and anything else would stop the engine.
+        if not isinstance(request_id, str):
             raise RequestError(
                 f"request_id is {type(request_id).__name__}, expected text. A handle has its own abort()."
             )

@@ -89,12 +89,9 @@ class GrammarCompiler:
                 either = [json.loads(structure.tool_calls)["format"], _content_format(structure)]
                 tag = {"type": "structural_tag", "format": {"type": "or", "elements": either}}
                 return self._compiler.compile_structural_tag(tag)
-            if structure.json_schema is not None:
-                return self._compiler.compile_json_schema(
-                    structure.json_schema, any_whitespace=structure.any_whitespace
-                )
-            if structure.json_object:
-                return self._compiler.compile_json_schema('{"type": "object"}', any_whitespace=structure.any_whitespace)
+            schema = _schema(structure)
+            if schema is not None:
+                return self._compiler.compile_json_schema(schema, any_whitespace=structure.any_whitespace)
             if structure.regex is not None:
                 return self._compiler.compile_regex(structure.regex)
             if structure.choice:
@@ -170,12 +167,16 @@ def _check_enforced(json_schema: str) -> None:
         )
 
 
+def _schema(structure: StructuredOutput) -> str | None:
+    """JSON Schema of an answer that is JSON."""
+    return '{"type": "object"}' if structure.json_object else structure.json_schema
+
+
 def _content_format(structure: StructuredOutput) -> dict[str, Any]:
     """The structure as a part of a structural tag."""
-    if structure.json_schema is not None:
-        return {"type": "json_schema", "json_schema": json.loads(structure.json_schema)}
-    if structure.json_object:
-        return {"type": "json_schema", "json_schema": {"type": "object"}}
+    schema = _schema(structure)
+    if schema is not None:
+        return {"type": "json_schema", "json_schema": json.loads(schema)}
     if structure.regex is not None:
         return {"type": "regex", "pattern": structure.regex}
     return {"type": "grammar", "grammar": structure.grammar or _choice_grammar(structure.choice)}

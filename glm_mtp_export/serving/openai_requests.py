@@ -233,12 +233,10 @@ def _chat_structure(body: ChatCompletionRequest, tools: list[dict[str, Any]]) ->
     if not tools:
         return structure
     choice, is_parallel = body.tool_choice or "auto", body.parallel_tool_calls is not False
+    if structure is None and choice == "auto" and is_parallel:
+        return None
     if structure is None:
-        return (
-            None
-            if choice == "auto" and is_parallel
-            else StructuredOutput(structural_tag=_calls(tools, choice, is_parallel))
-        )
+        return StructuredOutput(structural_tag=_calls(tools, choice, is_parallel))
     if choice != "auto":
         raise RequestError(
             "response_format cannot be combined with a forced tool_choice: the answer is a call. Leave one out."
